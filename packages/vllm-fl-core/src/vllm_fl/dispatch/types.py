@@ -1,0 +1,99 @@
+"""The vocabulary of dispatch: kinds, priorities, implementations, tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class BackendImplKind(str, Enum):
+    """Who provides an implementation."""
+
+    DEFAULT = "flagos"  #: FlagGems and this project's own Triton kernels
+    VENDOR = "vendor"  #: the chip maker's
+    REFERENCE = "reference"  #: PyTorch, on any device
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class BackendPriority:
+    """Default priority of each kind; higher wins where the policy names no order."""
+
+    DEFAULT = 150
+    VENDOR = 100
+    REFERENCE = 50
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether this process can run an implementation at all, and if not, why."""
+
+    ok: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+AVAILABLE = Availability(True)
+
+
+@dataclass(frozen=True)
+class OpImpl:
+    """One implementation of one operator.
+
+    Args:
+        op_name: the operator, e.g. ``rms_norm``.
+        impl_id: unique among the operator's implementations, e.g. ``vendor.acme``.
+        kind: who provides it.
+        fn: the callable; its signature is the operator's (see :mod:`vllm_fl.catalog`). An attribute
+            ``fn._is_available`` (no arguments, returns a bool or an :class:`Availability`) says whether
+            this process can run it; it is asked once per registry generation, never per call.
+        vendor: the vendor's name; required for kind VENDOR.
+        priority: higher is tried first among implementations that the same token matches.
+        supported_dtypes: dtypes of the first tensor argument that it accepts, as torch dtypes or their
+            names (``"bfloat16"``); None accepts all.
+        min_arch: smallest device capability as ``major * 10 + minor`` (90 for Hopper); None accepts all.
+        supports: called with the operator's arguments before each call; True, or False or a reason (str)
+            why these arguments do not fit.
+        opaque: torch.compile must not trace ``fn``; it is put behind a ``torch.library`` operator.
+
+    Raises:
+        ValueError: a vendor implementation without a vendor, or an empty name.
+    """
+
+    op_name: str
+    impl_id: str
+    kind: BackendImplKind
+    fn: Callable[..., Any]
+    vendor: str | None = None
+    priority: int = 0
+    supported_dtypes: frozenset[Any] | None = None
+    min_arch: int | None = None
+    supports: Callable[..., bool | str] | None = None
+    opaque: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.op_name or not self.impl_id:
+            raise ValueError(f"OpImpl needs an op_name and an impl_id, got {self.op_name!r} and {self.impl_id!r}")
+        if self.kind is BackendImplKind.VENDOR and not self.vendor:
+            raise ValueError(f"{self.op_name}: implementation {self.impl_id!r} is of kind vendor but names no vendor")
+
+    def availability(self) -> Availability:
+        """Ask ``fn._is_available``; an exception means no, with the exception as the reason."""
+        probe = getattr(self.fn, "_is_available", None)
+        if probe is None:
+            return AVAILABLE
+        try:
+            answer = probe()
+        except Exception as error:  # a vendor's probe may fail in any way; the reason is kept
+            return Availability(False, f"availability check raised {type(error).__name__}: {error}")
+        if isinstance(answer, Availability):
+            return answer
+        return AVAILABLE if answer else Availability(False, "its availability check says no")
+
+    def is_available(self) -> bool:
+        return self.availability().ok
