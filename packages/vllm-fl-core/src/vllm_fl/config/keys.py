@@ -1,0 +1,137 @@
+"""Every key of the configuration: its type, its default, what it does. The documentation is generated from here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+#: How a key's values combine over the layers: the highest layer wins; per operator; a set that may be edited and whose
+#: absence means "every one" (restriction) or "none" (collection).
+Merging = Literal["replace", "per operator", "restriction", "collection"]
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a configuration file."""
+
+    type: str
+    default: Any
+    help: str
+    merging: Merging = "replace"
+    in_platform_file: bool = True  #: False: the choice belongs to the user, not to the vendor
+
+
+KEYS: Mapping[str, Key] = MappingProxyType(
+    {
+        "prefer": Key(
+            "flagos, vendor or reference",
+            "flagos",
+            "The kind of implementation that is tried first for an operator that `op_backends` does not name.",
+        ),
+        "strict": Key(
+            "boolean",
+            False,
+            "An implementation that fails stops the run with its own exception; no other implementation is tried.",
+        ),
+        "op_backends": Key(
+            "mapping: operator to a list of tokens, or to text `a|b`",
+            MappingProxyType({}),
+            "Which implementations to try for an operator, in this order. "
+            "Tokens: `flagos`, `reference`, `vendor`, `vendor:NAME`, `impl:ID`.",
+            merging="per operator",
+        ),
+        "allow_vendors": Key(
+            "list",
+            None,
+            "Only these vendors' implementations are used. An empty list allows no vendor.",
+            merging="restriction",
+        ),
+        "deny_vendors": Key(
+            "list",
+            frozenset(),
+            "These vendors' implementations are not used, even where `allow_vendors` names them.",
+            merging="collection",
+        ),
+        "use_flaggems": Key(
+            "boolean",
+            True,
+            "False: no implementation of kind flagos is used and FlagGems is not enabled.",
+        ),
+        "flagos_whitelist": Key(
+            "list",
+            None,
+            "Only these operators use flagos. An empty list leaves none.",
+            merging="restriction",
+        ),
+        "flagos_blacklist": Key(
+            "list",
+            frozenset(),
+            "These operators do not use flagos.",
+            merging="collection",
+        ),
+        "oot_enabled": Key(
+            "boolean",
+            True,
+            "False: vLLM's layers are not replaced by layers that go through dispatch.",
+        ),
+        "oot_whitelist": Key(
+            "list",
+            None,
+            "Only the layers of these names are replaced. An empty list leaves none.",
+            merging="restriction",
+        ),
+        "oot_blacklist": Key(
+            "list",
+            frozenset(),
+            "The layers of these names are not replaced.",
+            merging="collection",
+        ),
+        "prefer_enabled": Key(
+            "boolean",
+            True,
+            "False: vLLM behaves as if vllm-fl were not installed.",
+            in_platform_file=False,
+        ),
+        "platform": Key(
+            "name of an installed backend",
+            None,
+            "The platform to use. Without it, the one backend whose probe succeeds is used.",
+            in_platform_file=False,
+        ),
+        "plugin_modules": Key(
+            "list",
+            (),
+            "Modules that register further implementations.",
+            in_platform_file=False,
+        ),
+        "log_level": Key(
+            "DEBUG, INFO, WARNING, ERROR or CRITICAL",
+            "INFO",
+            "Level of the loggers of vllm-fl.",
+            in_platform_file=False,
+        ),
+        "dispatch_debug": Key(
+            "boolean",
+            False,
+            "Log the table of operators and implementations when dispatch starts.",
+            in_platform_file=False,
+        ),
+        "oplist_path": Key(
+            "path",
+            None,
+            "Record which implementation served each operator in this file.",
+            in_platform_file=False,
+        ),
+    }
+)
+
+#: Keys that other programs' files have and that do nothing here, with what to use instead.
+REPLACED_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "action": "it has no effect here; tuning is a command, 'vllm-fl tune MODEL'",
+        "io_dump": "dumping the inputs and outputs of operators does not exist here yet; remove the key",
+        "per_op": "the key is 'op_backends'",
+    }
+)

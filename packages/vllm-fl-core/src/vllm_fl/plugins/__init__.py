@@ -1,0 +1,32 @@
+"""The installed backends, and which of them is the platform. Everything here is judged from metadata and cheap probes.
+
+Neither torch nor vllm is imported, so that vLLM may call it while it is being imported itself.
+"""
+
+from __future__ import annotations
+
+from .descriptor import BackendPlugin, InstalledBackend, load_object
+from .loading import BACKEND_GROUP, installed_backends, platform_file, reset_backends
+from .native import has_native_platform
+from .platform import PLATFORM_ENV, PlatformChoice, probe, reset_platform, resolve_platform
+from .requirements import SUPPORTED_VLLM, installed_vllm, requirement_problem, vllm_version_warning
+
+__all__ = [
+    "BACKEND_GROUP",
+    "PLATFORM_ENV",
+    "SUPPORTED_VLLM",
+    "BackendPlugin",
+    "InstalledBackend",
+    "PlatformChoice",
+    "has_native_platform",
+    "installed_backends",
+    "installed_vllm",
+    "load_object",
+    "platform_file",
+    "probe",
+    "requirement_problem",
+    "reset_backends",
+    "reset_platform",
+    "resolve_platform",
+    "vllm_version_warning",
+]

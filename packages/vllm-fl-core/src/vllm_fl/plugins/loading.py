@@ -1,0 +1,119 @@
+"""Finds the installed backends. One that cannot be used is reported once and leaves the others alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires
+from typing import TYPE_CHECKING
+
+from vllm_fl.errors import PlatformError
+from vllm_fl.logging import get_logger
+
+from .descriptor import BackendPlugin, InstalledBackend
+from .requirements import requirement_problem
+
+if TYPE_CHECKING:
+    from vllm_fl.config import PlatformFile
+
+BACKEND_GROUP = "vllm_fl.backends"
+CORE = "vllm-fl-core"
+
+_cache: dict[str, tuple[InstalledBackend, ...]] = {}
+
+
+def installed_backends() -> tuple[InstalledBackend, ...]:
+    """Every entry point of the group ``vllm_fl.backends``, by name; read once a process."""
+    cached = _cache.get("backends")
+    if cached is not None:
+        return cached
+    # No lock, which could be held during a fork. Two threads may both look; only one of them reports.
+    found = tuple(_backends())
+    kept = _cache.setdefault("backends", found)
+    if kept is found:
+        for backend in found:
+            if backend.error is not None:
+                message = "backend %r of %s cannot be used: %s"
+                get_logger(__name__).warning(message, backend.entry_point, backend.distribution, backend.error)
+    return kept
+
+
+def reset_backends() -> None:
+    """Forget the installed backends; for tests that install some."""
+    _cache.clear()
+
+
+def platform_file(plugin: BackendPlugin) -> PlatformFile | None:
+    """The platform YAML of a backend; None if it declares none.
+
+    Raises:
+        PlatformError: its package cannot be imported. (A file that the package lacks is found when it is read.)
+    """
+    if plugin.config is None:
+        return None
+    from importlib.resources import files
+
+    package, _, name = plugin.config.partition(":")
+    try:
+        return files(package).joinpath(name)
+    except Exception as error:  # the package's own import may fail in any way
+        raise PlatformError(
+            f"backend {plugin.name!r}: the package of its platform file {plugin.config!r} cannot be imported: "
+            f"{type(error).__name__}: {error}; reinstall the backend's distribution"
+        ) from error
+
+
+def _backends() -> list[InstalledBackend]:
+    points = sorted(entry_points(group=BACKEND_GROUP), key=lambda point: (point.name, _distribution(point)))
+    names = Counter(point.name for point in points)
+    return [_load(point) if names[point.name] == 1 else _ambiguous(point, points) for point in points]
+
+
+def _distribution(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "an unknown distribution"
+
+
+def _ambiguous(point: EntryPoint, points: list[EntryPoint]) -> InstalledBackend:
+    claimants = ", ".join(_distribution(other) for other in points if other.name == point.name)
+    error = f"several distributions bring a backend of this name: {claimants}; uninstall all but one"
+    return InstalledBackend(None, _distribution(point), point.name, error)
+
+
+def _load(point: EntryPoint) -> InstalledBackend:
+    distribution = _distribution(point)
+    error = _core_mismatch(distribution)
+    if error is not None:
+        return InstalledBackend(None, distribution, point.name, error)
+    remedy = f"repair it (pip install --force-reinstall {distribution}) or remove it (pip uninstall {distribution})"
+    try:
+        plugin = point.load()
+    except (Exception, SystemExit) as raised:  # a plug-in's import may fail in any way
+        error = f"loading {point.value} raised {type(raised).__name__}: {raised}; {remedy}"
+        return InstalledBackend(None, distribution, point.name, error)
+    if not isinstance(plugin, BackendPlugin):
+        error = f"{point.value} is of type {type(plugin).__name__}, expected vllm_fl.plugins.BackendPlugin; {remedy}"
+        return InstalledBackend(None, distribution, point.name, error)
+    if plugin.name != point.name:
+        error = f"{point.value} is named {plugin.name!r}, its entry point {point.name!r}; {remedy}"
+        return InstalledBackend(plugin, distribution, point.name, error)
+    problems = [problem for problem in map(requirement_problem, plugin.requires) if problem]
+    return InstalledBackend(plugin, distribution, point.name, "; ".join(problems) or None)
+
+
+def _core_mismatch(distribution: str) -> str | None:
+    """What the distribution itself says about the core that it was made for; asked before any of it is imported."""
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.utils import canonicalize_name
+
+    try:
+        declared = requires(distribution) or []
+    except PackageNotFoundError:
+        return None
+    for text in declared:
+        try:
+            is_core = canonicalize_name(Requirement(text).name) == CORE
+        except InvalidRequirement:
+            continue
+        problem = requirement_problem(text) if is_core else None
+        if problem is not None:
+            return problem
+    return None
