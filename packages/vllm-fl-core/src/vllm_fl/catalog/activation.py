@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .inputs import activation as inputs
 from .spec import operator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@operator(called_from="SiluAndMul")
+@operator(called_from="SiluAndMul", cases=inputs.silu_and_mul)
 def silu_and_mul(x: Tensor) -> Tensor:
     """SiLU of the first half of the last dimension, times the second half.
 
@@ -25,7 +26,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-@operator(called_from="GeluAndMul")
+@operator(called_from="GeluAndMul", cases=inputs.gelu_and_mul)
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """GELU of the first half of the last dimension, times the second half.
 

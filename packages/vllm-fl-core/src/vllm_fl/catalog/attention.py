@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .inputs import attention as inputs
 from .spec import operator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@operator(called_from="Platform.get_attn_backend_cls")
+@operator(called_from="Platform.get_attn_backend_cls", cases=inputs.attention_backend, dtypes=("float32",))
 def attention_backend(use_mla: bool = False, use_sparse: bool = False) -> str:
     """The vLLM ``AttentionBackend`` class to build, as a path.
 
@@ -27,10 +28,12 @@ def attention_backend(use_mla: bool = False, use_sparse: bool = False) -> str:
     return ""
 
 
-@operator(called_from="AttentionImpl.do_kv_cache_update", mutates=("key_cache", "value_cache"))
-def reshape_and_cache(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
-) -> None:
+@operator(
+    called_from="AttentionImpl.do_kv_cache_update",
+    mutates=("key_cache", "value_cache"),
+    cases=inputs.reshape_and_cache,
+)
+def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write each token's key and value into its slot of the paged cache.
 
     Slot s is block ``s // block_size``, offset ``s % block_size``; a negative slot is skipped.
@@ -44,7 +47,12 @@ def reshape_and_cache(
     """
 
 
-@operator(called_from="BlockTable.compute_slot_mapping", mutates=("slot_mapping",), dtypes=("float32",))
+@operator(
+    called_from="BlockTable.compute_slot_mapping",
+    mutates=("slot_mapping",),
+    cases=inputs.compute_slot_mapping,
+    dtypes=("float32",),
+)
 def compute_slot_mapping(
     query_start_loc: Tensor, positions: Tensor, block_table: Tensor, slot_mapping: Tensor, block_size: int
 ) -> None:

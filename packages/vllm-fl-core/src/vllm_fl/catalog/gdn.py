@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .inputs import gdn as inputs
 from .spec import operator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@operator(called_from="QwenGatedDeltaNetAttention", mutates=("conv_states",))
+@operator(called_from="QwenGatedDeltaNetAttention", mutates=("conv_states",), cases=inputs.causal_conv1d_fn)
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -28,7 +29,8 @@ def causal_conv1d_fn(
     """Causal depthwise convolution over the tokens of each sequence of a packed batch.
 
     ``out[t, c] = act(bias[c] + sum_w weight[c, w] * x[t - W + 1 + w, c])``; entries before the start of the sequence
-    come from its state, or are 0 where `has_initial_state` is false. Afterwards the state holds the last W - 1 inputs.
+    come from its state, or are 0 where `has_initial_state` is false. Afterwards the first W - 1 columns of the state
+    hold the last W - 1 inputs, oldest first; further columns (for speculative tokens) are neither read nor written.
 
     Args:
         x: [T, C], floating: the sequences one after another.
@@ -46,7 +48,7 @@ def causal_conv1d_fn(
     return x.new_empty(x.shape)
 
 
-@operator(called_from="QwenGatedDeltaNetAttention", mutates=("conv_states",))
+@operator(called_from="QwenGatedDeltaNetAttention", mutates=("conv_states",), cases=inputs.causal_conv1d_update)
 def causal_conv1d_update(
     x: Tensor,
     weight: Tensor,
@@ -71,7 +73,7 @@ def causal_conv1d_update(
     return x.new_empty(x.shape)
 
 
-@operator(called_from="QwenGatedDeltaNetAttention")
+@operator(called_from="QwenGatedDeltaNetAttention", cases=inputs.fused_gdn_gating)
 def fused_gdn_gating(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Decay and write strength: ``g = -exp(A_log) * softplus(a + dt_bias)``, ``beta = sigmoid(b)``, in float32.
 
@@ -82,14 +84,14 @@ def fused_gdn_gating(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tu
         dt_bias: [Hv].
 
     Returns:
-        g [T, Hv] float32 (the logarithm of the decay) and beta [T, Hv] in the dtype of `b`.
+        g [T, Hv] float32, float64 for a float64 `a` (the logarithm of the decay), and beta [T, Hv] in the dtype of `b`.
     """
     import torch
 
-    return a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape)
+    return a.new_empty(a.shape, dtype=torch.promote_types(a.dtype, torch.float32)), b.new_empty(b.shape)
 
 
-@operator(called_from="QwenGatedDeltaNetAttention", mutates=("state",))
+@operator(called_from="QwenGatedDeltaNetAttention", mutates=("state",), cases=inputs.chunk_gated_delta_rule)
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -127,7 +129,7 @@ def chunk_gated_delta_rule(
     return v.new_empty(v.shape)
 
 
-@operator(called_from="QwenGatedDeltaNetAttention", mutates=("state",))
+@operator(called_from="QwenGatedDeltaNetAttention", mutates=("state",), cases=inputs.fused_recurrent_gated_delta_rule)
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,

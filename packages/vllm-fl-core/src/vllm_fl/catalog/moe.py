@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .inputs import moe as inputs
 from .spec import operator
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 _ROUTER_OUTPUTS = ("topk_weights", "topk_indices", "token_expert_indices")
 
 
-@operator(called_from="FusedTopKRouter", mutates=_ROUTER_OUTPUTS)
+@operator(called_from="FusedTopKRouter", mutates=_ROUTER_OUTPUTS, cases=inputs.topk_softmax)
 def topk_softmax(
     topk_weights: Tensor,
     topk_indices: Tensor,
@@ -36,7 +37,7 @@ def topk_softmax(
     """
 
 
-@operator(called_from="FusedTopKRouter, FusedTopKBiasRouter", mutates=_ROUTER_OUTPUTS)
+@operator(called_from="FusedTopKRouter, FusedTopKBiasRouter", mutates=_ROUTER_OUTPUTS, cases=inputs.topk_sigmoid)
 def topk_sigmoid(
     topk_weights: Tensor,
     topk_indices: Tensor,
@@ -49,7 +50,7 @@ def topk_sigmoid(
     """As topk_softmax, with the sigmoid of each logit as its score; the factor is applied after renormalisation."""
 
 
-@operator(called_from="GroupedTopKRouter", dtypes=("float32",))
+@operator(called_from="GroupedTopKRouter", cases=inputs.grouped_topk, dtypes=("float32",))
 def grouped_topk(
     scores: Tensor,
     n_group: int,
@@ -76,15 +77,17 @@ def grouped_topk(
         scoring_func: 0 takes `scores` as they are, 1 applies the sigmoid, 2 the softmax.
 
     Returns:
-        weights [T, topk] float32 and expert ids [T, topk] int32, by falling (biased) score.
+        weights [T, topk] float32 (float64 for float64 scores) and expert ids [T, topk] int32, by falling (biased)
+        score.
     """
     import torch
 
     shape = (scores.shape[0], topk)
-    return scores.new_empty(shape, dtype=torch.float32), scores.new_empty(shape, dtype=torch.int32)
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    return scores.new_empty(shape, dtype=dtype), scores.new_empty(shape, dtype=torch.int32)
 
 
-@operator(called_from="TritonExperts", dtypes=("float32",))
+@operator(called_from="TritonExperts", cases=inputs.moe_align_block_size, dtypes=("float32",))
 def moe_align_block_size(
     topk_ids: Tensor,
     block_size: int,
@@ -123,7 +126,7 @@ def moe_align_block_size(
     return first, second, third
 
 
-@operator(called_from="TritonExperts", mutates=("output",))
+@operator(called_from="TritonExperts", mutates=("output",), cases=inputs.moe_sum)
 def moe_sum(input: Tensor, output: Tensor) -> None:
     """Sum over the chosen experts of each token, in float32.
 
@@ -133,7 +136,7 @@ def moe_sum(input: Tensor, output: Tensor) -> None:
     """
 
 
-@operator(called_from="UnquantizedFusedMoEMethod")
+@operator(called_from="UnquantizedFusedMoEMethod", cases=inputs.fused_experts)
 def fused_experts(
     hidden_states: Tensor,
     w1: Tensor,
@@ -152,12 +155,14 @@ def fused_experts(
 
     Args:
         hidden_states: [T, H], floating.
-        w1: [E, 2 * I, H], gate rows first ([E, I, H] for an activation without a gate).
+        w1: [E, 2 * I, H], gate rows first; for ``swigluoai`` gate and up rows take turns; [E, I, H] for an activation
+            without a gate.
         w2: [E, H, I].
         topk_weights: [T, topk], floating.
         topk_ids: [T, topk], integers.
-        activation: name of the activation, ``silu``, ``gelu``, ``gelu_tanh`` or ``swigluoai`` (gated), or those
-            with the suffix ``_no_mul``, and ``relu2_no_mul``.
+        activation: ``silu``, ``gelu``, ``gelu_tanh`` or ``swigluoai`` (gated), or ``silu_no_mul``, ``gelu_no_mul``,
+            ``gelu_tanh_no_mul`` or ``relu2_no_mul``. ``swigluoai`` is gpt-oss's ``(u + 1) * g * sigmoid(1.702 * g)``
+            with ``g = min(gate, 7)`` and ``u = clamp(up, -7, 7)``.
         apply_router_weight_on_input: multiply the expert's input instead of its output; needs topk 1.
         expert_map: [global E], int32: row of `w1` and `w2`, -1 for experts elsewhere; None is the identity.
         w1_bias: [E, 2 * I], or None.

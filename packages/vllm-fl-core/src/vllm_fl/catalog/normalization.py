@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .inputs import normalization as inputs
 from .spec import operator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@operator(called_from="RMSNorm")
+@operator(called_from="RMSNorm", cases=inputs.rms_norm)
 def rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, epsilon: float
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -32,7 +33,7 @@ def rms_norm(
     return out if residual is None else (out, residual.new_empty(residual.shape))
 
 
-@operator(called_from="GemmaRMSNorm")
+@operator(called_from="GemmaRMSNorm", cases=inputs.gemma_rms_norm)
 def gemma_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -51,7 +52,7 @@ def gemma_rms_norm(
     return out if residual is None else (out, residual.new_empty(residual.shape))
 
 
-@operator(called_from="RMSNormGated")
+@operator(called_from="RMSNormGated", cases=inputs.rms_norm_gated)
 def rms_norm_gated(
     x: Tensor,
     gate: Tensor | None,

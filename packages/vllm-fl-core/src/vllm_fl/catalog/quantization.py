@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .inputs import quantization as inputs
 from .spec import operator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@operator(called_from="QuantFP8")
+@operator(
+    called_from="QuantFP8",
+    cases=inputs.per_token_group_quant_fp8,
+    # One step of float8_e4m3fn, where x / scale lies between two of its numbers and x * (1 / scale) rounds otherwise.
+    tolerances={"float8_e4m3fn": (2**-3, 2**-9)},
+)
 def per_token_group_quant_fp8(
     x: Tensor, group_size: int, eps: float = 1e-10, column_major_scales: bool = False, use_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -37,7 +43,7 @@ def per_token_group_quant_fp8(
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), scales
 
 
-@operator(called_from="Fp8LinearMethod")
+@operator(called_from="Fp8LinearMethod", cases=inputs.scaled_mm)
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: str, bias: Tensor | None = None
 ) -> Tensor:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .inputs import rotary as inputs
 from .spec import operator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@operator(called_from="RotaryEmbedding and its subclasses")
+@operator(called_from="RotaryEmbedding and its subclasses", cases=inputs.rotary_embedding)
 def rotary_embedding(
     query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor, is_neox_style: bool
 ) -> tuple[Tensor, Tensor] | Tensor:

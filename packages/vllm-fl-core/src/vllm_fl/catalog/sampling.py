@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .inputs import sampling as inputs
 from .spec import operator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@operator(called_from="Sampler.apply_penalties", mutates=("logits",))
+@operator(called_from="Sampler.apply_penalties", mutates=("logits",), cases=inputs.apply_repetition_penalties)
 def apply_repetition_penalties(
     logits: Tensor, prompt_mask: Tensor, output_mask: Tensor, repetition_penalties: Tensor
 ) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
+
+from vllm_fl.errors import ConfigError, did_you_mean, nearest
 
 
 class BackendImplKind(str, Enum):
@@ -50,15 +52,17 @@ class OpImpl:
         impl_id: unique among the operator's implementations, e.g. ``vendor.acme``.
         kind: who provides it.
         fn: the callable; its signature is the operator's (see :mod:`vllm_fl.catalog`). An attribute
-            ``fn._is_available`` (no arguments, returns a bool or an :class:`Availability`) says whether
-            this process can run it; it is asked once per registry generation, never per call.
+            ``fn._is_available`` (no arguments, returns a bool or an :class:`Availability`), or the method
+            ``is_available`` of the object that `fn` is bound to, says whether this process can run it; it is
+            asked once per registry generation, never per call.
         vendor: the vendor's name; required for kind VENDOR.
         priority: higher is tried first among implementations that the same token matches.
         supported_dtypes: dtypes of the first tensor argument that it accepts, as torch dtypes or their
             names (``"bfloat16"``); None accepts all.
         min_arch: smallest device capability as ``major * 10 + minor`` (90 for Hopper); None accepts all.
-        supports: called with the operator's arguments before each call; True, or False or a reason (str)
-            why these arguments do not fit.
+        supports: called with the operator's arguments: True, or False or a reason (str) why they do not fit. The
+            answer is remembered for those conditions: dtypes, device types, shapes and strides of the tensors, values
+            of the other arguments. It must depend on nothing else and write nothing.
         opaque: torch.compile must not trace ``fn``; it is put behind a ``torch.library`` operator.
 
     Raises:
@@ -81,10 +85,12 @@ class OpImpl:
             raise ValueError(f"OpImpl needs an op_name and an impl_id, got {self.op_name!r} and {self.impl_id!r}")
         if self.kind is BackendImplKind.VENDOR and not self.vendor:
             raise ValueError(f"{self.op_name}: implementation {self.impl_id!r} is of kind vendor but names no vendor")
+        if self.supported_dtypes is not None:
+            object.__setattr__(self, "supported_dtypes", frozenset(self.supported_dtypes))
 
     def availability(self) -> Availability:
-        """Ask ``fn._is_available``; an exception means no, with the exception as the reason."""
-        probe = getattr(self.fn, "_is_available", None)
+        """Ask :attr:`probe`; an exception means no, with the exception as the reason."""
+        probe = self.probe
         if probe is None:
             return AVAILABLE
         try:
@@ -95,5 +101,66 @@ class OpImpl:
             return answer
         return AVAILABLE if answer else Availability(False, "its availability check says no")
 
+    @property
+    def probe(self) -> Callable[[], Any] | None:
+        """``fn._is_available``; of a backend's bound method that has none, the backend's ``is_available``."""
+        probe: Callable[[], Any] | None = getattr(self.fn, "_is_available", None)
+        return probe or getattr(getattr(self.fn, "__self__", None), "is_available", None)
+
     def is_available(self) -> bool:
         return self.availability().ok
+
+
+def dtype_name(dtype: Any) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16`` and for ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+class Token(NamedTuple):
+    """One entry of a token order: a kind, a vendor or an implementation."""
+
+    kind: str  #: "flagos", "reference", "vendor" or "impl"
+    name: str | None = None  #: the vendor's name or the impl_id
+
+    def __str__(self) -> str:
+        return self.kind if self.name is None else f"{self.kind}:{self.name}"
+
+    def matches(self, impl: OpImpl) -> bool:
+        if self.kind == "impl":
+            return impl.impl_id == self.name
+        return impl.kind.value == self.kind and self.name in (None, impl.vendor)
+
+
+#: What a token may be, for messages.
+TOKEN_FORMS = "flagos, reference, vendor, vendor:NAME, impl:ID"
+_KINDS = ("flagos", "reference", "vendor")
+_PREFIXES = ("vendor", "impl")
+
+
+def parse_token(token: str) -> Token:
+    """The :class:`Token` of ``flagos``, ``reference``, ``vendor``, ``vendor:NAME`` or ``impl:ID``.
+
+    Raises:
+        ConfigError: `token` has none of these forms; the message names the nearest. Whether the vendor or the
+            implementation exists is not asked.
+    """
+    prefix, colon, name = token.partition(":") if isinstance(token, str) else ("", "", "")
+    if not colon and prefix in _KINDS:
+        return Token(prefix)
+    if prefix in _PREFIXES and name:
+        return Token(prefix, name)
+    hint = ""
+    if not colon:
+        hint = did_you_mean(prefix, _KINDS)
+    elif name and (near := nearest(prefix, _PREFIXES)):
+        hint = f"; did you mean {f'{near}:{name}'!r}?"
+    raise ConfigError(f"{token!r} is not a token ({TOKEN_FORMS}){hint}")
+
+
+def match_token(impl: OpImpl, token: str) -> bool:
+    """Whether `token` names `impl`.
+
+    Raises:
+        ConfigError: `token` is not a token.
+    """
+    return parse_token(token).matches(impl)

@@ -1,0 +1,1 @@
+"""The commands of ``vllm-fl``, one module each, with a function ``register(app: typer.Typer)``."""

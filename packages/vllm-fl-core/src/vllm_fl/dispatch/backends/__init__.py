@@ -1,0 +1,1 @@
+"""Import paths that backends written for vllm-plugin-FL use."""

@@ -1,0 +1,42 @@
+"""What a manager does at its first use: register every backend, then check the configuration's names against them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_fl.logging import get_logger
+
+from .discovery import discover_backends, discover_plugins
+
+if TYPE_CHECKING:
+    from .manager import OpManager
+
+
+def register_everything(manager: OpManager) -> None:
+    """Register the installed backends and plug-ins, and start what the configuration asks for.
+
+    Raises:
+        ConfigError: the configuration is wrong, or names an operator, vendor or implementation that nobody has.
+    """
+    from vllm_fl.config import get_settings
+    from vllm_fl.plugins import installed_backends
+
+    settings = get_settings()
+    registry = manager.registry
+    discover_backends(registry)
+    discover_plugins(registry)
+    impls = [impl for impls in registry.snapshot().impls_by_op.values() for impl in impls]
+    vendors = {impl.vendor for impl in impls}
+    vendors |= {backend.plugin.vendor for backend in installed_backends() if backend.plugin is not None}
+    settings.check_names(
+        operators=registry.known_operators(),
+        vendors={vendor for vendor in vendors if vendor},
+        impl_ids={impl.impl_id for impl in impls},
+    )
+    if settings.oplist_path is not None:
+        manager.observers.write_oplist(settings.oplist_path, str(settings.origin("oplist_path")))
+    for op_name in registry.known_operators():
+        manager.bind(op_name)
+    if settings.dispatch_debug:
+        traces = [manager.selection(op_name).explain() for op_name in registry.list_operators()]
+        get_logger(__name__).info("operators and implementations:\n%s", "\n".join(traces))

@@ -1,0 +1,55 @@
+"""What the launchers share: rows of strided tensors, sizes of blocks, refusals."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+#: Programs along the second dimension of a grid; the hardware's limit is 65,535.
+GRID_ROWS = 32768
+
+
+class Rows(NamedTuple):
+    """The rows of a tensor: `count` rows; `inner` neighbours are `inner_stride` apart, groups of them `outer_stride`.
+
+    `tensor` is the one to read: the given one, or a copy if its rows have no such layout.
+    """
+
+    tensor: Tensor
+    count: int
+    inner: int
+    outer_stride: int
+    inner_stride: int
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is not below `n`."""
+    return 1 << (n - 1).bit_length() if n > 1 else 1
+
+
+def warps_for(elements: int, per_warp: int = 256, most: int = 16) -> int:
+    """Warps for a block of so many elements (a power of two)."""
+    return min(max(elements // per_warp, 1), most)
+
+
+def need_unit_stride(name: str, x: Tensor) -> None:
+    """Refuse a tensor whose last dimension is not contiguous."""
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise NotImplementedError(f"{name}: the last dimension has stride {x.stride(-1)}, expected 1")
+
+
+def rows_of(name: str, x: Tensor, width: int) -> Rows:
+    """The rows of `width` entries of `x`; `width` divides its last dimension.
+
+    Raises:
+        NotImplementedError: the last dimension is not contiguous.
+    """
+    need_unit_stride(name, x)
+    size = x.shape[-1]
+    count = x.numel() // width
+    # Decided by the number of dimensions alone: by its strides, a batch of one token could take another way than two.
+    if x.dim() == 3 and width == size:
+        return Rows(x, count, x.shape[1], x.stride(0), x.stride(1))
+    flat = x if x.dim() == 2 else x.reshape(-1, size)
+    return Rows(flat, count, size // width, flat.stride(0), width)

@@ -1,0 +1,211 @@
+"""Every shim and monkey patch: the one place of this distribution that changes vLLM or torch.
+
+Each says which releases need it, by which feature it is recognised, and when it can go. All are applied by feature,
+never by version number, at most once a process, and only where our platform is the current one (the declaration of
+our environment variables excepted).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from vllm_fl.logging import get_logger
+
+__all__ = ["declare_environment", "define_missing_symbols", "install"]
+
+
+def install() -> None:
+    """Apply everything. Safe to call again."""
+    # Has the platform load its compiled kernels first, if it has any: a symbol of theirs must not be defined twice.
+    import vllm._custom_ops
+
+    declare_environment()
+    define_missing_symbols()
+    _guard_accelerator()
+    _dispatch_repetition_penalties(vllm._custom_ops)
+    _dispatch_grouped_topk()
+
+
+def declare_environment(only_set: bool = False) -> None:
+    """Tell vLLM's check of unknown ``VLLM_*`` variables about ours.
+
+    Needed by 0.26 to 0.33; recognised by ``vllm.envs.environment_variables``; can go when vLLM lets a plug-in declare
+    variables. The values given to vLLM are None: they would otherwise enter the compile-cache key, which must change
+    with the selection (see FLPlatform) and not with the text of a variable or a log level.
+
+    Args:
+        only_set: declare only what is set now, so that vLLM's own state stays untouched otherwise.
+    """
+    from vllm import envs
+
+    from vllm_fl.config import ENVIRONMENT
+
+    known = getattr(envs, "environment_variables", None)
+    if not isinstance(known, dict):
+        return
+    for name in ENVIRONMENT:
+        if name.startswith("VLLM_") and (not only_set or name in os.environ):
+            known.setdefault(name, _declared)
+
+
+def _declared() -> None:
+    return None
+
+
+_ROUTER = (
+    "(Tensor(a0!) topk_weights, Tensor(a1!) topk_indices, Tensor(a2!) token_expert_indices, Tensor gating_output,"
+    " bool renormalize, Tensor? bias, {}Tensor? is_padding=None) -> ()"
+)
+
+#: ``namespace::symbol`` -> (schema, our operator, how many of the leading arguments it takes).
+_SYMBOLS: dict[str, tuple[str, str, int]] = {
+    "_C::compute_slot_mapping_kernel_impl": (
+        "(Tensor query_start_loc, Tensor positions, Tensor block_table, Tensor(a3!) slot_mapping, int block_size)"
+        " -> ()",
+        "compute_slot_mapping",
+        5,
+    ),
+    "_C::apply_repetition_penalties_": (
+        "(Tensor(a0!) logits, Tensor prompt_mask, Tensor output_mask, Tensor repetition_penalties) -> ()",
+        "apply_repetition_penalties",
+        4,
+    ),
+    # Rows marked in `is_padding` are nobody's tokens; routing them like the others harms nothing.
+    "_moe_C::topk_softmax": (_ROUTER.format(""), "topk_softmax", 6),
+    "_moe_C::topk_sigmoid": (_ROUTER.format("float routed_scaling_factor=1.0, "), "topk_sigmoid", 7),
+}
+
+#: Keeps the definitions alive: they vanish with their Library.
+_libraries: dict[str, Any] = {}
+
+
+def define_missing_symbols() -> None:
+    """Define the ``torch.ops`` symbols that vLLM calls unconditionally and that no compiled extension has defined.
+
+    Needed by 0.26 to 0.33 without compiled kernels; recognised by the absence of the symbol, so that vLLM's own
+    kernel always wins; can go when these calls go through a registry of vLLM.
+    """
+    from vllm_fl.dispatch import bind
+
+    for symbol, (schema, operator, taken) in _SYMBOLS.items():
+        _define(symbol, schema, lambda *args, op=bind(operator), n=taken: op.fn(*args[:n]))
+    # CPUWorker binds memory to a NUMA node with it; without the extension memory stays where the kernel puts it.
+    _define("_C::init_cpu_memory_env", "(int[] node_ids) -> ()", lambda node_ids: None)
+
+
+def _define(symbol: str, schema: str, function: Callable[..., None]) -> None:
+    import torch
+
+    namespace, _, name = symbol.partition("::")
+    if hasattr(getattr(torch.ops, namespace), name):
+        return
+    library = _libraries.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
+    library.define(name + schema)
+    library.impl(name, function, "CompositeExplicitAutograd")
+
+
+def _guard_accelerator() -> None:
+    """Make ``torch.accelerator`` housekeeping do nothing on a host without an accelerator, where it raises.
+
+    Needed by 0.26 to 0.33: the shutdown of an engine calls it unless the platform is vLLM's own CPU platform.
+    Recognised by the functions themselves; can go when vLLM asks the platform.
+    """
+    import torch
+
+    for name in ("empty_cache", "empty_host_cache", "synchronize"):
+        original = getattr(torch.accelerator, name, None)
+        if original is not None and not hasattr(original, "_vllm_fl"):
+            setattr(torch.accelerator, name, _unless_absent(original))
+
+
+def _unless_absent(original: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    @functools.wraps(original)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if torch.accelerator.is_available() else None
+
+    guarded._vllm_fl = True  # type: ignore[attr-defined]
+    return guarded
+
+
+def _dispatch_repetition_penalties(custom_ops: ModuleType) -> None:
+    """Send ``_custom_ops.apply_repetition_penalties`` to dispatch.
+
+    Needed by 0.26 to 0.33: off CUDA vLLM uses its own PyTorch code without asking anyone. Recognised by the function
+    and its parameters; can go when the sampler has a hook.
+    """
+    from vllm_fl.dispatch import bind
+
+    op = bind("apply_repetition_penalties")
+
+    def apply_repetition_penalties(
+        logits: Any, prompt_mask: Any, output_mask: Any, repetition_penalties: Any
+    ) -> None:
+        op.fn(logits, prompt_mask, output_mask, repetition_penalties)
+
+    _patch(custom_ops, apply_repetition_penalties)
+
+
+def _dispatch_grouped_topk() -> None:
+    """Send the grouped routing of DeepSeek's models to dispatch.
+
+    Needed by 0.26 to 0.33: ``GroupedTopKRouter`` calls a function of its module, not the CustomOp ``GroupedTopk``.
+    Recognised by the function and its parameters; can go when the router builds the CustomOp.
+    """
+    from vllm.model_executor.layers.fused_moe.router import grouped_topk_router
+
+    from vllm_fl.dispatch import bind
+
+    op = bind("grouped_topk")
+    codes = {"sigmoid": 1, "softmax": 2}
+
+    def grouped_topk(
+        hidden_states: Any,
+        gating_output: Any,
+        topk: int,
+        renormalize: bool,
+        num_expert_group: int = 0,
+        topk_group: int = 0,
+        scoring_func: str = "softmax",
+        routed_scaling_factor: float = 1.0,
+        e_score_correction_bias: Any = None,
+    ) -> Any:
+        if scoring_func not in codes:
+            raise ValueError(f"scoring_func: {scoring_func!r} is not a scoring function ({', '.join(codes)})")
+        return op.fn(
+            gating_output,
+            num_expert_group,
+            topk_group,
+            topk,
+            renormalize,
+            routed_scaling_factor,
+            e_score_correction_bias,
+            codes[scoring_func],
+        )
+
+    _patch(grouped_topk_router, grouped_topk)
+
+
+def _patch(module: ModuleType, replacement: Callable[..., Any]) -> None:
+    """Put `replacement` in the place of the function of the same name, if its parameters are those we know."""
+    name = replacement.__name__
+    original = getattr(module, name, None)
+    if getattr(original, "_vllm_fl", False):
+        return
+    if original is None or list(inspect.signature(original).parameters) != list(
+        inspect.signature(replacement).parameters
+    ):
+        get_logger(__name__).warning(
+            "%s.%s is not the function that vllm-fl knows: vLLM's own code serves it, dispatch does not",
+            module.__name__,
+            name,
+        )
+        return
+    replacement._vllm_fl = True  # type: ignore[attr-defined]
+    setattr(module, name, replacement)

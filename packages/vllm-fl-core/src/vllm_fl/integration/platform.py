@@ -1,0 +1,136 @@
+"""What the platforms of all backends share. No vendor is named here: a backend's class fills in the device."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from vllm.platforms.interface import Platform
+
+from vllm_fl.logging import get_logger
+
+__all__ = ["FINGERPRINT_KEY", "LAYERS_KEY", "FLPlatform", "stamp_selection"]
+
+#: Keys in ``vllm_config.additional_config`` under which the selection enters vLLM's hash.
+FINGERPRINT_KEY = "vllm_fl_dispatch_fingerprint"
+LAYERS_KEY = "vllm_fl_layers"
+
+
+class FLPlatform(Platform):
+    """Base of every platform of a backend distribution; put it before the class of vLLM that it extends, if any.
+
+    The attention backend, the layers and the operators behind them come from dispatch; compilation is set up so that
+    they are reached, and so that no cached graph of another selection is taken.
+    """
+
+    #: Path of the worker class; empty leaves the choice to the class of vLLM.
+    worker_cls: ClassVar[str] = ""
+    #: Whether vLLM's compiled kernels (``vllm._C``) are loaded.
+    uses_compiled_kernels: ClassVar[bool] = False
+    #: Whether vLLM's fusion passes, which match its own compiled kernels, can run.
+    supports_fusion_passes: ClassVar[bool] = False
+    #: Whether vLLM's layers have kernels for this device, so that those we do not replace follow vLLM's own rule.
+    has_native_layers: ClassVar[bool] = False
+    #: Names of ``--attention-backend`` that are served besides CUSTOM, the dispatched one.
+    native_attention_backends: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        from . import compat
+
+        if cls.uses_compiled_kernels:
+            super().import_kernels()
+        compat.define_missing_symbols()
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+        """Path of the attention backend: the one the user named, else the operator ``attention_backend``'s.
+
+        Raises:
+            ValueError: ``--attention-backend`` names one that this platform does not have.
+            NoImplementationError: no implementation has an attention of that sort.
+        """
+        from vllm_fl.dispatch import get_default_manager
+
+        name = getattr(selected_backend, "name", None)
+        if name in cls.native_attention_backends:
+            return str(selected_backend.get_path())
+        if name not in (None, "CUSTOM"):
+            allowed = ", ".join(["CUSTOM", *sorted(cls.native_attention_backends)])
+            raise ValueError(
+                f"--attention-backend {name} is not available on the platform {cls.get_device_name()!r} ({allowed});"
+                " leave it out to let vllm-fl choose (policy of the operator attention_backend)"
+            )
+        path = get_default_manager().call(
+            "attention_backend",
+            use_mla=bool(attn_selector_config.use_mla),
+            use_sparse=bool(getattr(attn_selector_config, "use_sparse", False)),
+        )
+        return str(path).replace(":", ".")
+
+    @classmethod
+    def get_pass_manager_cls(cls) -> str:
+        return "vllm_fl.integration.passes.FLPassManager"
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
+        from . import layers
+
+        super().apply_config_platform_defaults(vllm_config)
+        compilation = vllm_config.compilation_config
+        if not cls.supports_fusion_passes:
+            _switch_off_fusions(compilation.pass_config)
+        # Under inductor vLLM's default is "none": it would trace its own PyTorch forwards and never ask ours.
+        if cls.has_native_layers:
+            layers.enable(compilation.custom_ops)
+        elif not {"all", "none"} & set(compilation.custom_ops):
+            compilation.custom_ops.append("all")
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        parallel = vllm_config.parallel_config
+        if cls.worker_cls and parallel.worker_cls == "auto":
+            parallel.worker_cls = cls.worker_cls
+        super().check_and_update_config(vllm_config)
+        if not cls.support_static_graph_mode():
+            compilation = vllm_config.compilation_config
+            compilation.cudagraph_capture_sizes = []
+            if compilation.compile_sizes is None:
+                compilation.compile_sizes = []
+        stamp_selection(vllm_config)
+
+
+def stamp_selection(vllm_config: Any) -> None:
+    """Put the present selection of implementations and layers into ``additional_config``.
+
+    vLLM hashes it into the keys of its compile caches, so that no two selections share a graph.
+
+    Raises:
+        TypeError: ``additional_config`` is an object and not a mapping, so that nothing can be added to it.
+    """
+    from vllm_fl.config import get_settings
+    from vllm_fl.dispatch import get_default_manager
+
+    from . import layers
+
+    config = vllm_config.additional_config
+    if not isinstance(config, dict):
+        raise TypeError(
+            f"additional_config is a {type(config).__name__}; vllm-fl adds the selection of operators to it: pass a dict"
+        )
+    config[FINGERPRINT_KEY] = get_default_manager().fingerprint()
+    config[LAYERS_KEY] = sorted(layer.name for layer in layers.selected(get_settings()))
+
+
+def _switch_off_fusions(pass_config: Any) -> None:
+    """Switch off the passes that match vLLM's compiled kernels; left on, their absence is a NameError at compile."""
+    wanted = []
+    for name in vars(pass_config):
+        if name.startswith("fuse_") or name in {"enable_sp", "enable_qk_norm_rope_fusion"}:
+            if getattr(pass_config, name):
+                wanted.append(name)
+            setattr(pass_config, name, False)
+    if wanted:
+        get_logger(__name__).warning(
+            "pass_config.%s: this platform does not have these fusion passes of vLLM; they are switched off",
+            ", pass_config.".join(sorted(wanted)),
+        )

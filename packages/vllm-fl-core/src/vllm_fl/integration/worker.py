@@ -1,0 +1,70 @@
+"""What the workers of all backends share; mixed in before a worker class of vLLM."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from vllm_fl.dispatch import get_default_manager
+
+from .platform import stamp_selection
+
+__all__ = ["FLWorkerMixin"]
+
+#: Workers of this process whose graphs contain the selection; it is frozen as long as there are any.
+_with_graphs: weakref.WeakSet[FLWorkerMixin] = weakref.WeakSet()
+
+
+class FLWorkerMixin:
+    """Ties the selection of operators to the life of the worker.
+
+    The selection of this very process enters the compile-cache key before the model is built, and is frozen while
+    there are graphs that contain it. The ``fl_*`` methods answer ``collective_rpc`` by name.
+    """
+
+    vllm_config: Any
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        get_default_manager().prepare_compile()
+        stamp_selection(self.vllm_config)
+        return super().load_model(*args, **kwargs)  # type: ignore[misc]
+
+    def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().compile_or_warm_up_model(*args, **kwargs)  # type: ignore[misc]
+        if self._has_graphs():
+            _with_graphs.add(self)
+            weakref.finalize(self, _thaw_without_graphs)
+            get_default_manager().freeze("vLLM has compiled or captured graphs of the model with it")
+        return result
+
+    def shutdown(self) -> None:
+        _with_graphs.discard(self)
+        _thaw_without_graphs()
+        super().shutdown()  # type: ignore[misc]
+
+    def fl_count_calls(self, enabled: bool = True) -> None:
+        """Count the calls of operators in this process from zero, or stop counting."""
+        get_default_manager().count_calls(enabled)
+
+    def fl_call_counts(self) -> dict[str, dict[str, int]]:
+        """operator -> impl_id -> calls in this process since counting began."""
+        counts: dict[str, dict[str, int]] = {}
+        for (operator, impl_id), calls in get_default_manager().call_counts().items():
+            counts.setdefault(operator, {})[impl_id] = calls
+        return counts
+
+    def fl_selection(self) -> dict[str, str]:
+        """operator -> impl_id that is chosen in this process, for each operator that has one."""
+        selections = get_default_manager().selections()
+        return {operator: s.chosen.impl.impl_id for operator, s in selections.items() if s.chosen is not None}
+
+    def _has_graphs(self) -> bool:
+        from vllm.config import CompilationMode, CUDAGraphMode
+
+        config = self.vllm_config.compilation_config
+        return config.mode != CompilationMode.NONE or config.cudagraph_mode != CUDAGraphMode.NONE
+
+
+def _thaw_without_graphs() -> None:
+    if not _with_graphs:
+        get_default_manager().thaw()

@@ -1,0 +1,118 @@
+"""Kernel tests run on the accelerator if there is one, and else in Triton's interpreter, in a process of their own.
+
+A test that asks for the fixture `device` launches kernels. Without an accelerator only the interpreter can do that, and
+the interpreter must be chosen (TRITON_INTERPRET=1) before anything imports Triton. All such tests of a session
+therefore run in one child process, whose reports become the reports of this one. With TRITON_INTERPRET=1 set by the
+caller they run here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernel_inputs import DEVICE, INTERPRETED
+
+FOLDER = Path(__file__).parent
+REPORTS = "FLAGOS_TEST_REPORTS"  # names the file that the child writes its reports to
+CHILD_TIMEOUT = 1500
+
+_children: dict[Path, dict[str, list[dict[str, Any]]]] = {}
+
+
+@pytest.fixture
+def device() -> str:
+    """The torch device on which kernels run: the accelerator's, or "cpu" in the interpreter."""
+    return DEVICE
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _belongs_to_child(item):
+            item.add_marker(pytest.mark.timeout(CHILD_TIMEOUT + 60))
+
+
+def _belongs_to_child(item: pytest.Item) -> bool:
+    is_ours = item.path.is_relative_to(FOLDER) and "device" in getattr(item, "fixturenames", ())
+    return is_ours and DEVICE == "cpu" and not INTERPRETED
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    if not _belongs_to_child(item):
+        return None
+    reports = _reports_of_child(item.session).get(item.nodeid, [])
+    hook = item.ihook
+    hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for data in reports or [_missing(item)]:
+        report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+        hook.pytest_runtest_logreport(report=report)
+    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def _missing(item: pytest.Item) -> dict[str, Any]:
+    text = f"{item.nodeid} has no report: the child process ended early\n{_children_output.get('text', '')}"
+    report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
+    data: dict[str, Any] = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
+    return data
+
+
+_children_output: dict[str, str] = {}
+
+
+def _reports_of_child(session: pytest.Session) -> dict[str, list[dict[str, Any]]]:
+    """nodeid -> reports of every test that belongs to the child; it runs when the first of them is due."""
+    root = session.config.rootpath
+    if root not in _children:
+        names = [item.nodeid for item in session.items if _belongs_to_child(item)]
+        target = Path(str(session.config._tmp_path_factory.mktemp("kernels"))) / "reports.jsonl"  # type: ignore[attr-defined]
+        arguments = target.with_name("arguments.txt")
+        arguments.write_text("\n".join(names), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={root}", f"@{arguments}"]
+        environment = {**os.environ, "TRITON_INTERPRET": "1", REPORTS: str(target)}
+        environment.pop("PYTEST_XDIST_WORKER", None)
+        with open(target.with_name("output.txt"), "w+", encoding="utf-8") as output:
+            try:
+                subprocess.run(
+                    command, cwd=root, env=environment, stdout=output, stderr=output, timeout=CHILD_TIMEOUT, check=False
+                )
+            except subprocess.TimeoutExpired:
+                output.write(f"\nstopped after {CHILD_TIMEOUT} s")
+            output.seek(0)
+            _children_output["text"] = output.read()[-4000:]
+        _children[root] = _read(target)
+    return _children[root]
+
+
+def _read(target: Path) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    lines = target.read_text(encoding="utf-8").splitlines() if target.exists() else []
+    for line in lines:
+        data = json.loads(line)
+        found.setdefault(data["nodeid"], []).append(data)
+    return found
+
+
+class _Recorder:
+    """In the child: writes each report, so that a crash loses only the test that crashed."""
+
+    def __init__(self, config: pytest.Config, target: str) -> None:
+        self.config = config
+        self.target = target
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+        with open(self.target, "a", encoding="utf-8") as file:
+            file.write(json.dumps(data) + "\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    target = os.environ.get(REPORTS)
+    if target:
+        config.pluginmanager.register(_Recorder(config, target), "flagos-recorder")

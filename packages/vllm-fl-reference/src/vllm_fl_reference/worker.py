@@ -1,0 +1,86 @@
+"""The worker of the CPU reference platform."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_fl.integration.worker import FLWorkerMixin
+from vllm_fl.logging import get_logger
+
+from .platform import GIB, ReferencePlatform
+
+__all__ = ["ReferenceWorker"]
+
+#: Share of the memory that is still free once the weights are loaded, which the KV caches of all workers may take.
+KV_CACHE_SHARE = 0.5
+
+
+class ReferenceWorker(FLWorkerMixin, CPUWorker):
+    """vLLM's CPU worker and model runner, with threads and KV cache as a user of a plain CPU expects them."""
+
+    cache_config: Any
+    model_runner: Any
+    parallel_config: Any
+    scheduler_config: Any
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        with _memory_unchecked(vllm_config.cache_config):
+            super().__init__(vllm_config, *args, **kwargs)
+
+    def init_device(self) -> None:
+        # CPUWorker binds threads to cores under vLLM's CPU platform, and so forbids torch.set_num_threads. There is
+        # no binding here, and the process may be the user's own.
+        set_num_threads = torch.set_num_threads
+        super().init_device()
+        torch.set_num_threads = set_num_threads
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache of this worker."""
+        if not _is_automatic(self.cache_config):
+            return int(super().determine_available_memory())
+        self._compile_model()
+        free = ReferencePlatform.free_memory()
+        size = min(int(free * KV_CACHE_SHARE) // self.parallel_config.local_world_size, self._useful_cache_bytes())
+        get_logger(__name__).info(
+            "KV cache: %.2f GiB of %.2f GiB free memory (--kv-cache-memory-bytes changes it)", size / GIB, free / GIB
+        )
+        return size
+
+    def _compile_model(self) -> None:
+        asked = getattr(self, "_should_warm_up_model", None)  # vLLM 0.32 and later
+        if asked is None or asked():
+            self.model_runner.warming_up_model()
+
+    def _useful_cache_bytes(self) -> int:
+        """Twice what a full batch of sequences of full length takes: as much again for prefixes to reuse."""
+        specs = self.get_kv_cache_spec().values()
+        one = sum(spec.max_memory_usage_bytes(self.vllm_config) + spec.page_size_bytes for spec in specs)
+        return 2 * int(one) * int(self.scheduler_config.max_num_seqs)
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
+        # vLLM would ask for its CUDA allocator, which serves sleep mode, on every platform that it does not know.
+        return nullcontext()
+
+
+def _is_automatic(cache_config: Any) -> bool:
+    """Whether the user has left the size of the KV cache to us (a utilisation at its default counts as unset)."""
+    default = type(cache_config).gpu_memory_utilization
+    return cache_config.kv_cache_memory_bytes is None and cache_config.gpu_memory_utilization == default
+
+
+@contextmanager
+def _memory_unchecked(cache_config: Any) -> Iterator[None]:
+    """Keep CPUWorker from refusing to start because less than its default 92% of all memory is free."""
+    if not _is_automatic(cache_config):
+        yield
+        return
+    cache_config.kv_cache_memory_bytes = 0
+    try:
+        yield
+    finally:
+        cache_config.kv_cache_memory_bytes = None

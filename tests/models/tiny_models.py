@@ -1,0 +1,113 @@
+"""Checkpoints of random weights for vLLM and transformers, small enough to be made and run in a test.
+
+The weights are drawn from a fixed seed, and scaled so that the likeliest token is ahead of the next by far more than
+the rounding of float32; `greedy` measures by how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCABULARY = 320
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.125,
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+
+def llama() -> Any:
+    """Two layers, grouped heads."""
+    return transformers.LlamaConfig(**_COMMON, num_hidden_layers=2)
+
+
+def qwen3() -> Any:
+    """Two layers with norms on queries and keys, heads wider than hidden size over heads."""
+    return transformers.Qwen3Config(**_COMMON, num_hidden_layers=2, head_dim=32)
+
+
+def qwen3_moe() -> Any:
+    """Two layers of eight experts, two for each token."""
+    return transformers.Qwen3MoeConfig(**_COMMON, **_EXPERTS, num_hidden_layers=2, head_dim=32, norm_topk_prob=True)
+
+
+def qwen3_next() -> Any:
+    """Three gated delta networks and one attention layer, experts with a shared one."""
+    return transformers.Qwen3NextConfig(
+        **_COMMON,
+        **_EXPERTS,
+        num_hidden_layers=4,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_conv_kernel_dim=4,
+        shared_expert_intermediate_size=48,
+        norm_topk_prob=True,
+    )
+
+
+CONFIGURATIONS: dict[str, Callable[[], Any]] = {
+    "llama": llama,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
+}
+
+
+def make(name: str, path: Path, seed: int = 0) -> Any:
+    """Write a checkpoint and return its transformers model, float32, in evaluation mode.
+
+    Args:
+        name: a key of CONFIGURATIONS.
+        path: directory to write to.
+        seed: of the weights.
+    """
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGURATIONS[name](), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("norm.weight"):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a model says after a prompt; `margin` is the least lead of the likeliest token, in logits."""
+
+    tokens: list[int]
+    margin: float
+
+
+def greedy(model: Any, prompt: Sequence[int], count: int) -> Continuation:
+    """Continue a prompt by `count` tokens, the likeliest each, with the cache of transformers."""
+    tokens: list[int] = []
+    margin = float("inf")
+    inputs, cache = torch.tensor([list(prompt)]), None
+    with torch.inference_mode():
+        for _ in range(count):
+            answer = model(inputs, past_key_values=cache, use_cache=True)
+            cache = answer.past_key_values
+            best, second = answer.logits[0, -1].topk(2).values.tolist()
+            margin = min(margin, best - second)
+            tokens.append(int(answer.logits[0, -1].argmax()))
+            inputs = torch.tensor([tokens[-1:]])
+    return Continuation(tokens, margin)
