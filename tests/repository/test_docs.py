@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import pytest
 from repository_tree import ROOT, tracked_files
+
+from vllm_fl.config import ENVIRONMENT, UNSUPPORTED
+from vllm_fl.dispatch import BackendImplKind, get_default_manager
 
 DOCUMENTS = tracked_files(".md")
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^ *```", re.MULTILINE | re.DOTALL)
@@ -74,6 +78,17 @@ def test_readme_example_runs(place: str, code: str, tmp_path: Path) -> None:
     assert done.returncode == 0, f"{place}\n{done.stderr}"
 
 
+@pytest.mark.parametrize("document", ["README.md", "packages/vllm-fl-core/README.md"])
+def test_what_is_said_about_flagos_is_so(document: str) -> None:
+    """Both say that nothing of kind flagos is registered, as long as that is true, and no longer."""
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    implementations = itertools.chain.from_iterable(manager.registry.snapshot().impls_by_op.values())
+    kinds = {implementation.kind for implementation in implementations}
+    said = "not registered yet" in (text := _prose(ROOT / document)) or "is registered yet" in text
+    assert said == (BackendImplKind.DEFAULT not in kinds)
+
+
 def _commands(path: Path) -> str:
     """Everything in a document that is code: indented and fenced blocks, and spans."""
     text = path.read_text(encoding="utf-8")
@@ -114,8 +129,6 @@ def test_every_test_environment_is_documented() -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
 def test_variables_exist(path: Path) -> None:
     """Every variable of ours that a document names is one that the configuration knows, or knows to refuse."""
-    from vllm_fl.config import ENVIRONMENT, UNSUPPORTED
-
     used = set(re.findall(r"\bVLLM_FL_[A-Z_]+[A-Z]\b", path.read_text(encoding="utf-8")))
     known = [*ENVIRONMENT, *UNSUPPORTED, *(name.removesuffix("*") for name in UNSUPPORTED)]
     assert used - set(known) == set()

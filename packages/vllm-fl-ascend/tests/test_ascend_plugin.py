@@ -9,11 +9,11 @@ import subprocess
 import sys
 
 import pytest
-from vllm_fl.plugins import installed_backends, reset_platform, resolve_platform
 
 from vllm_fl.config import check_file
 from vllm_fl.dispatch import BackendImplKind, get_default_manager, reset_default_manager
 from vllm_fl.errors import PlatformError
+from vllm_fl.plugins import installed_backends, reset_platform, resolve_platform
 from vllm_fl_ascend.plugin import PLUGIN, probe
 
 REASON = "no operators yet: this release registers no operators and no platform"

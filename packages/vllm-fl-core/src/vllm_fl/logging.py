@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from vllm_fl.errors import ConfigError, did_you_mean
 
@@ -14,8 +14,13 @@ LEVEL_ENV = "VLLM_FL_LOG_LEVEL"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 
+if TYPE_CHECKING:
+    _Handler = logging.StreamHandler[TextIO]
+else:
+    _Handler = logging.StreamHandler  # not subscriptable before Python 3.11
 
-class _StderrHandler(logging.StreamHandler[TextIO]):
+
+class _StderrHandler(_Handler):
     """Writes to whatever ``sys.stderr`` is at the time, so that redirection after import works."""
 
     def __init__(self) -> None:

@@ -42,7 +42,10 @@ def test_another_exception_tries_the_next_and_demotes(warnings: list[str]) -> No
 
 
 def test_record_is_whole_and_keeps_no_argument_alive() -> None:
-    manager = failing_then(ValueError("bad luck"))
+    def silu_and_mul(x: Any) -> Any:
+        raise ValueError("bad luck")
+
+    manager = manager_of(vendor("acme", "silu_and_mul", silu_and_mul), reference("silu_and_mul", silu(0)))
     tensor = FakeTensor(2, 4, dtype="bfloat16")
     manager.call("silu_and_mul", tensor)
     manager.call("silu_and_mul", FakeTensor(9))

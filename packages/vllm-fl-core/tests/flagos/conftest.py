@@ -74,7 +74,7 @@ def _reports_of_child(session: pytest.Session) -> dict[str, list[dict[str, Any]]
         target = Path(str(session.config._tmp_path_factory.mktemp("kernels"))) / "reports.jsonl"  # type: ignore[attr-defined]
         arguments = target.with_name("arguments.txt")
         arguments.write_text("\n".join(names), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={root}", f"@{arguments}"]
+        command = [sys.executable, "-m", "pytest", "-q", "-o", f"cache_dir={target.parent}", f"@{arguments}"]
         environment = {**os.environ, "TRITON_INTERPRET": "1", REPORTS: str(target)}
         environment.pop("PYTEST_XDIST_WORKER", None)
         with open(target.with_name("output.txt"), "w+", encoding="utf-8") as output:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
+import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import vllm_fl_reference.ops
 
 from vllm_fl.catalog import CATALOG, InputMaker
-from vllm_fl.dispatch import OpRegistry
-from vllm_fl.plugins import load_object
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -36,17 +37,13 @@ def maker(dtype: torch.dtype = torch.float32, seed: int = 0) -> InputMaker:
 
 
 @functools.cache
-def _registry() -> OpRegistry:
-    registry = OpRegistry()
-    load_object("vllm_fl_reference.plugin:register")(registry)
-    return registry
-
-
 def reference(op_name: str) -> Callable[..., Any]:
-    """The PyTorch implementation of an operator."""
-    impl = _registry().get_implementation(op_name, "reference.torch")
-    assert impl is not None, f"vllm-fl-reference has no {op_name}"
-    return impl.fn
+    """The PyTorch implementation of an operator: the function of that name in the reference distribution."""
+    for info in pkgutil.iter_modules(vllm_fl_reference.ops.__path__, "vllm_fl_reference.ops."):
+        function = vars(importlib.import_module(info.name)).get(op_name)
+        if function is not None and function.__module__ == info.name:
+            return function
+    raise LookupError(f"vllm-fl-reference has no {op_name}")
 
 
 def precise(value: Any) -> Any:

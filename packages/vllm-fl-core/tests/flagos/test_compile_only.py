@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from kernel_inputs import INTERPRETED
 from launches import TARGETS, Launch, record
+
+from vllm_fl.flagos.kernels import activation, cache, normalization, quantization, rotary, sampling
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 replaces the compiler by the interpreter")
 
@@ -42,7 +46,99 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-CASES: list[Case] = []
+def _norm(tokens: int, *, residual: bool) -> None:
+    x = meta(tokens, 2560)
+    normalization.rms_norm(x, meta(tokens, 2560) if residual else None, meta(2560), 1e-6)
+
+
+def _heads_norm(tokens: int) -> None:
+    heads = meta(tokens, 6144)[:, :4096].view(tokens, 32, 128)
+    normalization.rms_norm(heads, None, meta(128), 1e-6)
+
+
+def _gated(tokens: int, *, group: int | None) -> None:
+    x = meta(tokens, 4096) if group else meta(tokens, 32, 128)
+    normalization.rms_norm_gated(x, x, meta(x.shape[-1]), 1e-6, group, group is None)
+
+
+def _rotary(tokens: int, *, rotated: int, neox: bool, has_key: bool = True) -> None:
+    projected = meta(tokens, 40 * 256)
+    query, key = projected[:, : 32 * 256].view(tokens, 32, 256), projected[:, 32 * 256 :].view(tokens, 8, 256)
+    cos, sin = meta(4096, rotated).chunk(2, -1)
+    positions = meta(tokens, dtype=torch.int64)
+    rotary.rotary_embedding(query, key if has_key else None, cos, sin, positions, neox)
+
+
+def _write_cache(tokens: int) -> None:
+    both = meta(1000, 16, 8, 256).permute(0, 2, 1, 3)
+    rows = meta(tokens, 8, 128)
+    cache.reshape_and_cache(rows, rows, both[..., :128], both[..., 128:], meta(tokens, dtype=torch.int64))
+
+
+def _slots(requests: int) -> None:
+    tokens = 3 * requests
+    starts, positions = meta(requests + 1, dtype=torch.int32), meta(tokens, dtype=torch.int64)
+    cache.compute_slot_mapping(
+        starts, positions, meta(1024, 512, dtype=torch.int32), meta(tokens, dtype=torch.int64), 16
+    )
+
+
+def _penalties(requests: int) -> None:
+    mask = meta(requests, 151936, dtype=torch.bool)
+    logits = meta(requests, 151936, dtype=torch.float32)
+    sampling.apply_repetition_penalties(logits, mask, mask, meta(requests, dtype=torch.float32))
+
+
+def _top_k_top_p(requests: int) -> None:
+    logits = meta(requests, 151936, dtype=torch.float32)
+    sampling.apply_top_k_top_p(logits, meta(requests, dtype=torch.int32), meta(requests, dtype=torch.float32))
+
+
+def _quantize(tokens: int, *, converts: bool) -> None:
+    with mock.patch.object(quantization, "_has_float8", lambda x: converts):
+        quantization.per_token_group_quant_fp8(meta(tokens, 4096), 128, 1e-10, True, True)
+
+
+def _scaled_mm(tokens: int, *, dtype: torch.dtype, by_block: bool) -> None:
+    a, b = meta(tokens, 4096, dtype=dtype), meta(6144, 4096, dtype=dtype).t()
+    if by_block:
+        scale_a, scale_b = meta(32, tokens, dtype=torch.float32).t(), meta(48, 32, dtype=torch.float32).t()
+    else:
+        scale_a, scale_b = meta(tokens, 1, dtype=torch.float32), meta(1, 6144, dtype=torch.float32)
+    quantization.scaled_mm(a, b, scale_a, scale_b, "bfloat16", meta(6144))
+
+
+_FLOAT8 = ("sm_90", "sm_100", "gfx942")
+_NVIDIA_FLOAT8 = ("sm_90", "sm_100")
+
+CASES: list[Case] = [
+    Case("silu_and_mul", lambda t: activation.silu_and_mul(meta(t, 2 * 9728))),
+    Case("gelu_and_mul", lambda t: activation.gelu_and_mul(meta(t, 2 * 9728))),
+    Case("gelu_and_mul tanh", lambda t: activation.gelu_and_mul(meta(t, 2 * 9728), "tanh")),
+    Case("rms_norm", partial(_norm, residual=False)),
+    Case("rms_norm residual", partial(_norm, residual=True)),
+    Case("rms_norm heads", _heads_norm),
+    Case("rms_norm long", lambda t: normalization.rms_norm(meta(t, 20000), meta(t, 20000), meta(20000), 1e-6)),
+    Case("gemma_rms_norm", lambda t: normalization.gemma_rms_norm(meta(t, 2048), meta(t, 2048), meta(2048), 1e-6)),
+    Case("rms_norm_gated", partial(_gated, group=None)),
+    Case("rms_norm_gated groups", partial(_gated, group=512)),
+    Case("rotary_embedding", partial(_rotary, rotated=256, neox=True)),
+    Case("rotary_embedding partial", partial(_rotary, rotated=64, neox=True)),
+    Case("rotary_embedding interleaved", partial(_rotary, rotated=64, neox=False, has_key=False)),
+    Case("reshape_and_cache", _write_cache),
+    Case("compute_slot_mapping", _slots),
+    Case("apply_repetition_penalties", _penalties),
+    Case("apply_top_k_top_p", _top_k_top_p),
+    Case("per_token_group_quant_fp8", partial(_quantize, converts=True), targets=_NVIDIA_FLOAT8),
+    Case("per_token_group_quant_fp8 by bits", partial(_quantize, converts=False)),
+    Case("scaled_mm float8", partial(_scaled_mm, dtype=torch.float8_e4m3fn, by_block=False), _FLOAT8, variants=3),
+    Case("scaled_mm blocks", partial(_scaled_mm, dtype=torch.float8_e4m3fn, by_block=True), _FLOAT8, variants=3),
+    Case("scaled_mm int8", partial(_scaled_mm, dtype=torch.int8, by_block=False), variants=3),
+]
+#: The other tiles of the same product.
+CASES += [
+    replace(c, name=f"{c.name} {t}", tokens=t) for c in CASES if c.name.startswith("scaled_mm") for t in (8, 4096)
+]
 
 _launches: dict[tuple[str, int], list[Launch]] = {}
 

@@ -112,8 +112,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     ) -> None:
         if attn_type == AttentionType.ENCODER_DECODER:
             raise NotImplementedError(
-                "reference attention has no cross-attention (encoder-decoder models); "
-                "choose another attention backend, or deny this one so that the next candidate is asked"
+                "reference attention has no cross-attention (encoder-decoder models); choose another attention backend"
             )
         if kv_cache_dtype not in _CACHE_DTYPES:
             raise NotImplementedError(

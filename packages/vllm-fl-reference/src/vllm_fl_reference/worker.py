@@ -12,6 +12,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_fl.integration.worker import FLWorkerMixin
 from vllm_fl.logging import get_logger
 
+from .hugepages import use_huge_pages
+from .linear import pack_linear_layers
 from .platform import GIB, ReferencePlatform
 
 __all__ = ["ReferenceWorker"]
@@ -38,6 +40,15 @@ class ReferenceWorker(FLWorkerMixin, CPUWorker):
         set_num_threads = torch.set_num_threads
         super().init_device()
         torch.set_num_threads = set_num_threads
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        pack_linear_layers(self.model_runner.get_model())
+
+    def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().compile_or_warm_up_model(*args, **kwargs)
+        use_huge_pages()
+        return result
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache of this worker."""

@@ -136,7 +136,12 @@ def moe_sum(input: Tensor, output: Tensor) -> None:
     """
 
 
-@operator(called_from="UnquantizedFusedMoEMethod", cases=inputs.fused_experts)
+@operator(
+    called_from="UnquantizedFusedMoEMethod",
+    cases=inputs.fused_experts,
+    # Twice the defaults: both projections and the activation round to the dtype before the next step.
+    tolerances={"float16": (4e-3, 2e-3), "bfloat16": (3.2e-2, 2e-2)},
+)
 def fused_experts(
     hidden_states: Tensor,
     w1: Tensor,

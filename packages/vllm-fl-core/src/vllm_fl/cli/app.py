@@ -18,7 +18,7 @@ def build_app() -> typer.Typer:
     app = typer.Typer(
         name="vllm-fl",
         help="One unmodified vLLM on any chip.",
-        epilog="Exit codes: 0 done, 1 failed, 2 wrong arguments or configuration, 3 something is missing, 130 interrupted.",
+        epilog="Exit codes: 0 done, 1 failed, 2 wrong arguments or configuration, 3 something is missing, 130 Ctrl-C.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

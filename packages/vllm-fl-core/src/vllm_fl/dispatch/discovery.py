@@ -152,7 +152,8 @@ def _register(registry: OpRegistry, source: _Source) -> bool:
     except (Exception, SystemExit) as error:  # a plug-in may fail in any way
         text = f"{type(error).__name__}: {error}; {_remedy(source, error)}"
         report = PluginReport(source.name, source.source, source.distribution, False, text, traceback.format_exc())
-        if _reports.get(source.key) != report:
+        known = _reports.get(source.key)
+        if known is None or known.error != report.error:
             get_logger(__name__).warning(
                 "%s is left out, none of its implementations is registered: %s", source.key, text
             )

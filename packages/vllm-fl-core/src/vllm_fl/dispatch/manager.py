@@ -285,11 +285,12 @@ class OpManager:
             if self._plans.get(plan.op_name) is plan:
                 policy = self._policies.base_policy()
                 self._plans[plan.op_name] = new = self._build(plan.op_name, policy, {**plan.demoted, **reasons})
-                self._install(new)
+                self.rebound(new)
 
     def rebound(self, plan: OpPlan) -> None:
         with self._lock:
-            if self._plans.get(plan.op_name) is plan:
+            # A deferred function stays where it is, lest code that was compiled through it be compiled again.
+            if self._plans.get(plan.op_name) is plan and plan.op_name in self._installed:
                 self._install(plan)
 
     def after_fork_in_child(self) -> None:
@@ -397,7 +398,7 @@ class OpManager:
             self._context_plans[op_name, policy] = self._build(op_name, policy, plan.demoted)
         for op_name, plan in list(self._plans.items()):
             self._plans[op_name] = new = self._build(op_name, self._policies.base_policy(), plan.demoted)
-            self._install(new)
+            self.rebound(new)
 
 
 def _look(manager: ref[OpManager], op_name: str) -> Call:

@@ -156,7 +156,7 @@ class _Attempt:
             TypeError: the arguments do not fit the operator's signature, which is the caller's mistake.
         """
         if isinstance(error, NotImplementedError):
-            self.refused.append((link, f"does not support these arguments: {error or 'no reason given'}"))
+            self.refused.append((link, f"does not support these arguments: {str(error) or 'no reason given'}"))
             return True
         self._raise_if_misused(link, error)
         self.failed.append((link, error))

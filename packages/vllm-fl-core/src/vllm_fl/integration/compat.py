@@ -28,7 +28,6 @@ def install() -> None:
     define_missing_symbols()
     _guard_accelerator()
     _dispatch_repetition_penalties(vllm._custom_ops)
-    _dispatch_grouped_topk()
 
 
 def declare_environment(only_set: bool = False) -> None:
@@ -90,12 +89,17 @@ def define_missing_symbols() -> None:
     Needed by 0.26 to 0.33 without compiled kernels; recognised by the absence of the symbol, so that vLLM's own
     kernel always wins; can go when these calls go through a registry of vLLM.
     """
-    from vllm_fl.dispatch import bind
-
     for symbol, (schema, operator, taken) in _SYMBOLS.items():
-        _define(symbol, schema, lambda *args, op=bind(operator), n=taken: op.fn(*args[:n]))
+        _define(symbol, schema, _to_operator(operator, taken))
     # CPUWorker binds memory to a NUMA node with it; without the extension memory stays where the kernel puts it.
     _define("_C::init_cpu_memory_env", "(int[] node_ids) -> ()", lambda node_ids: None)
+
+
+def _to_operator(name: str, taken: int) -> Callable[..., None]:
+    from vllm_fl.dispatch import bind
+
+    op = bind(name)
+    return lambda *args: op.fn(*args[:taken])
 
 
 def _define(symbol: str, schema: str, function: Callable[..., None]) -> None:
@@ -104,19 +108,23 @@ def _define(symbol: str, schema: str, function: Callable[..., None]) -> None:
     namespace, _, name = symbol.partition("::")
     if hasattr(getattr(torch.ops, namespace), name):
         return
-    library = _libraries.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
-    library.define(name + schema)
-    library.impl(name, function, "CompositeExplicitAutograd")
+    if namespace not in _libraries:
+        _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+    _libraries[namespace].define(name + schema)
+    _libraries[namespace].impl(name, function, "CompositeExplicitAutograd")
 
 
 def _guard_accelerator() -> None:
     """Make ``torch.accelerator`` housekeeping do nothing on a host without an accelerator, where it raises.
 
-    Needed by 0.26 to 0.33: the shutdown of an engine calls it unless the platform is vLLM's own CPU platform.
-    Recognised by the functions themselves; can go when vLLM asks the platform.
+    Needed by 0.26 to 0.33 for a platform on the CPU: the shutdown of an engine calls it unless the platform is vLLM's
+    own CPU platform. Recognised by the functions themselves; can go when vLLM asks the platform.
     """
     import torch
+    from vllm.platforms import current_platform
 
+    if current_platform.device_type != "cpu":
+        return
     for name in ("empty_cache", "empty_host_cache", "synchronize"):
         original = getattr(torch.accelerator, name, None)
         if original is not None and not hasattr(original, "_vllm_fl"):
@@ -144,52 +152,10 @@ def _dispatch_repetition_penalties(custom_ops: ModuleType) -> None:
 
     op = bind("apply_repetition_penalties")
 
-    def apply_repetition_penalties(
-        logits: Any, prompt_mask: Any, output_mask: Any, repetition_penalties: Any
-    ) -> None:
+    def apply_repetition_penalties(logits: Any, prompt_mask: Any, output_mask: Any, repetition_penalties: Any) -> None:
         op.fn(logits, prompt_mask, output_mask, repetition_penalties)
 
     _patch(custom_ops, apply_repetition_penalties)
-
-
-def _dispatch_grouped_topk() -> None:
-    """Send the grouped routing of DeepSeek's models to dispatch.
-
-    Needed by 0.26 to 0.33: ``GroupedTopKRouter`` calls a function of its module, not the CustomOp ``GroupedTopk``.
-    Recognised by the function and its parameters; can go when the router builds the CustomOp.
-    """
-    from vllm.model_executor.layers.fused_moe.router import grouped_topk_router
-
-    from vllm_fl.dispatch import bind
-
-    op = bind("grouped_topk")
-    codes = {"sigmoid": 1, "softmax": 2}
-
-    def grouped_topk(
-        hidden_states: Any,
-        gating_output: Any,
-        topk: int,
-        renormalize: bool,
-        num_expert_group: int = 0,
-        topk_group: int = 0,
-        scoring_func: str = "softmax",
-        routed_scaling_factor: float = 1.0,
-        e_score_correction_bias: Any = None,
-    ) -> Any:
-        if scoring_func not in codes:
-            raise ValueError(f"scoring_func: {scoring_func!r} is not a scoring function ({', '.join(codes)})")
-        return op.fn(
-            gating_output,
-            num_expert_group,
-            topk_group,
-            topk,
-            renormalize,
-            routed_scaling_factor,
-            e_score_correction_bias,
-            codes[scoring_func],
-        )
-
-    _patch(grouped_topk_router, grouped_topk)
 
 
 def _patch(module: ModuleType, replacement: Callable[..., Any]) -> None:

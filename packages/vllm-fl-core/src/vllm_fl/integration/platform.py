@@ -42,7 +42,9 @@ class FLPlatform(Platform):
         compat.define_missing_symbols()
 
     @classmethod
-    def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
         """Path of the attention backend: the one the user named, else the operator ``attention_backend``'s.
 
         Raises:
@@ -115,7 +117,8 @@ def stamp_selection(vllm_config: Any) -> None:
     config = vllm_config.additional_config
     if not isinstance(config, dict):
         raise TypeError(
-            f"additional_config is a {type(config).__name__}; vllm-fl adds the selection of operators to it: pass a dict"
+            f"additional_config is of type {type(config).__name__}; vllm-fl adds the selection of operators to it:"
+            " pass a dict"
         )
     config[FINGERPRINT_KEY] = get_default_manager().fingerprint()
     config[LAYERS_KEY] = sorted(layer.name for layer in layers.selected(get_settings()))

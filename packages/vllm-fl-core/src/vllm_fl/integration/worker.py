@@ -66,5 +66,6 @@ class FLWorkerMixin:
 
 
 def _thaw_without_graphs() -> None:
-    if not _with_graphs:
+    # By iteration, which passes over the worker that is being collected; len() still counts it.
+    if not list(_with_graphs):
         get_default_manager().thaw()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/vllm-fl``, or ``~/.cache/vllm-fl``; a relative XDG_CACHE_HOME is ignored, as its standard says."""
+    """``$XDG_CACHE_HOME/vllm-fl``, or ``~/.cache/vllm-fl``. A relative XDG_CACHE_HOME does not count."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "vllm-fl"
 

@@ -1,4 +1,4 @@
-"""Turns a GGUF file of a Llama into a Hugging Face directory: ``python -m vllm_fl.quickstart.convert GGUF DIRECTORY``."""
+"""Turns a GGUF file of a Llama into a Hugging Face directory: ``python -m vllm_fl.quickstart.convert GGUF DIR``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OF_THE_ORIGIN = ("architectures", "dtype", "quantization_config", "torch_dtype"
 def convert(gguf: Path, directory: Path) -> None:
     """Writes configuration, tokenizer (with chat template) and bfloat16 weights of the model in `gguf` to `directory`.
 
-    The weights are dequantised by transformers in float32 and rounded to bfloat16 once. They are copied into a model that
+    The weights are dequantised by transformers in float32 and rounded to bfloat16 once. They are put into a model that
     was built from a clean configuration, so nothing in the result refers to GGUF.
     """
     import torch

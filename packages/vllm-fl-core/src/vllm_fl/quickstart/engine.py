@@ -19,8 +19,9 @@ from vllm_fl.errors import FLError
 if TYPE_CHECKING:
     from vllm_fl.plugins import PlatformChoice
 
+# The model is sure of the first of these: its answer is the same in every dtype and with every order of summation
 PROMPTS = (
-    "What is the capital of France?",
+    "What is the name of the capital of France?",
     "Explain in one sentence why the sky is blue.",
     "Give me three ideas for a rainy afternoon.",
 )
@@ -211,8 +212,8 @@ def _versions() -> dict[str, str]:
 def output_to(log: Path | None) -> Iterator[None]:
     """Sends everything that this process and its libraries print to `log`, or all of it to standard error if None.
 
-    It works below Python's streams, so it catches compiled code too. Who wants to write to the terminal meanwhile needs a
-    duplicate of the descriptor made before.
+    It works below Python's streams, so it catches compiled code too. Who wants to write to the terminal meanwhile needs
+    a duplicate of the descriptor made before.
     """
     sys.stdout.flush()
     sys.stderr.flush()

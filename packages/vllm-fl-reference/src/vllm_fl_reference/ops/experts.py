@@ -78,7 +78,7 @@ def fused_experts(
     h = _project(x.index_select(0, order // topk), w1, w1_bias, expert, ends)
     y = _project(act(h), w2, w2_bias, expert, ends)
     y = y.masked_fill_((expert == w1.shape[0]).unsqueeze(1), 0)
-    y = torch.empty_like(y).index_copy_(0, order, y).view(tokens, topk, -1)
+    y = torch.empty_like(y).index_copy_(0, order, y).view(tokens, topk, w2.shape[1])
     if apply_router_weight_on_input:
         return y.squeeze(1)
     return (y * topk_weights.to(dtype).unsqueeze(-1)).sum(1).to(hidden_states.dtype)

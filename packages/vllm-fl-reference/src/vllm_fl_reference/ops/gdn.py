@@ -18,7 +18,8 @@ from torch.nn import functional
 from ._chunks import Chunks
 from ._dtypes import compute_dtype
 
-_CHUNK = 64
+#: Tokens a chunk. 32 heads of 32 x 128 float32 fit a second-level cache; longer chunks were slower on CPUs.
+_CHUNK = 32
 _L2_EPSILON = 1e-6
 #: above it softplus(x) is x, to the last bit of float64
 _SOFTPLUS_LINEAR = 40.0
@@ -51,9 +52,10 @@ def fused_recurrent_gated_delta_rule(
         return v.new_zeros(v.shape)
     dtype = compute_dtype(q.dtype)
     real = cache_indices > 0
-    slots = cache_indices.clamp(min=0)
+    slots = cache_indices.clamp(min=0).to(torch.int64)
     present = real[:, None, None]
-    query, key = _query_and_key(q, k, scale, use_qk_l2norm, dtype)
+    query, key = q.to(dtype, copy=True), k.to(dtype, copy=True)
+    _normalize(query, key, scale, use_qk_l2norm)
     key = torch.where(present, key, 0).reshape(n * heads, 1, key_dim)
     decay = torch.where(present, g.to(dtype).exp().unsqueeze(2), 1)
 
@@ -81,7 +83,7 @@ def chunk_gated_delta_rule(
     scale: float | None = None,
     use_qk_l2norm: bool = True,
 ) -> Tensor:
-    """The gated delta rule over the tokens of each sequence of a packed batch, 64 tokens at a time.
+    """The gated delta rule over the tokens of each sequence of a packed batch, 32 tokens at a time.
 
     All sequences and heads take each chunk together, longest sequences first, so that a shorter one drops out of the
     batch after its last chunk. A sequence without tokens leaves its state alone; tokens past the last sequence give
@@ -99,27 +101,30 @@ def chunk_gated_delta_rule(
     results = torch.empty_like(values)
     for first, last in chunks.steps:
         part = slice(first, last)
-        query, key = _query_and_key(queries[part], keys[part], scale, use_qk_l2norm, dtype)
-        value, decay, strength = (x[part].to(dtype) for x in (values, decays, strengths))
-        results[part] = _chunk(query, key, value, decay, strength, s[: last - first])
+        query, key, decay, strength = (_by_head(x[part], dtype) for x in (queries, keys, decays, strengths))
+        _normalize(query, key, scale, use_qk_l2norm)
+        value = values[part].transpose(1, 2)
+        results[part] = _chunk(query, key, value, decay, strength, s[: last - first]).transpose(1, 2)
     index.unpack(results, out)
     state.index_copy_(0, slots, s.to(state.dtype))
     return out
 
 
-def _query_and_key(
-    q: Tensor, k: Tensor, scale: float | None, l2norm: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Query, normalised and scaled, and key, normalised, as fresh tensors of `dtype`."""
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    q, k = q.to(dtype), k.to(dtype)
-    if not l2norm:
-        return q * factor, k
-    return q * _inverse_norm(q).mul_(factor), k * _inverse_norm(k)
+def _normalize(query: Tensor, key: Tensor, scale: float | None, l2norm: bool) -> None:
+    """Normalise both over the last dimension, if asked, and scale the query, in place."""
+    if l2norm:
+        query.mul_(_inverse_norm(query))
+        key.mul_(_inverse_norm(key))
+    query.mul_(query.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def _inverse_norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().add_(_L2_EPSILON).rsqrt_()
+
+
+def _by_head(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, C, H, ...] to a contiguous [B, H, C, ...]."""
+    return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 def _initial_state(
@@ -137,40 +142,40 @@ def _chunk(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: T
     """One chunk of each sequence of a batch.
 
     Args:
-        query: [B, C, Hk, Dk], normalised and scaled.
-        key: [B, C, Hk, Dk], normalised.
-        value: [B, C, Hv, Dv].
-        decay: [B, C, Hv]: logarithms.
-        strength: [B, C, Hv].
+        query: [B, Hk, C, Dk], normalised and scaled.
+        key: [B, Hk, C, Dk], normalised.
+        value: [B, Hv, C, Dv], any strides and floating dtype.
+        decay: [B, Hv, C]: logarithms.
+        strength: [B, Hv, C].
         state: [B, Hv, Dv, Dk]; updated in place.
 
     Returns:
-        [B, C, Hv, Dv].
+        [B, Hv, C, Dv].
     """
-    batch, size, heads, key_dim = key.shape
-    value_heads, value_dim = value.shape[2:]
+    batch, heads, size, key_dim = key.shape
+    value_heads, value_dim = value.shape[1], value.shape[3]
     group = value_heads // heads
-    query, key = (x.transpose(1, 2).reshape(batch * heads, size, key_dim) for x in (query, key))
-    value = value.transpose(1, 2)  # [B, Hv, C, Dv]
-    decay, strength = decay.transpose(1, 2), strength.transpose(1, 2).unsqueeze(3)
+    query, key = query.view(batch * heads, size, key_dim), key.view(batch * heads, size, key_dim)
+    strength = strength.unsqueeze(3)
 
     pair_decay = _pair_decay(decay)  # [B, Hv, C, C]
     since_start = decay.cumsum(2).exp_().unsqueeze(3)
     until_end = pair_decay[:, :, -1].unsqueeze(3)
 
-    # Both products with the state: [B * Hk, 2 C, Dk] by [B * Hk, group * Dv, Dk].
-    reads = torch.bmm(torch.cat((key, query), 1), state.view(batch * heads, group * value_dim, key_dim).transpose(1, 2))
-    reads = reads.view(batch, heads, 2, size, group, value_dim).movedim(4, 2)
-    recalled, read = reads.reshape(batch, value_heads, 2, size, value_dim).mul_(since_start.unsqueeze(2)).unbind(2)
+    both = torch.cat((key, query), 1)  # [B * Hk, 2 C, Dk]
+    reads = torch.bmm(both, state.view(batch * heads, group * value_dim, key_dim).transpose(1, 2))
+    reads = reads.view(batch, heads, 2, size, group, value_dim).movedim(4, 2).contiguous()
+    reads = reads.view(batch, value_heads, 2, size, value_dim).mul_(since_start.unsqueeze(2))
+    recalled, read = reads.unbind(2)
 
-    products = torch.bmm(torch.cat((key, query), 1), key.transpose(1, 2)).view(batch, heads, 1, 2, size, size)
+    products = torch.bmm(both, key.transpose(1, 2)).view(batch, heads, 1, 2, size, size)
     products = products * pair_decay.view(batch, heads, group, 1, size, size)
     products = products.view(batch * value_heads, 2, size, size)
-    system = products[:, 0] * strength.reshape(batch * value_heads, size, 1)
-    written = (value - recalled).mul_(strength).view(batch * value_heads, size, value_dim)
+    system = products[:, 0] * strength.view(batch * value_heads, size, 1)
+    written = recalled.neg_().add_(value).mul_(strength).view(batch * value_heads, size, value_dim)
     written = torch.linalg.solve_triangular(system, written, upper=False, unitriangular=True)
 
-    out = torch.baddbmm(read.reshape(batch * value_heads, size, value_dim), products[:, 1], written)
+    out = torch.baddbmm(read.view(batch * value_heads, size, value_dim), products[:, 1], written)
     written = written.view(batch, value_heads, size, value_dim) * until_end
     shared = key.view(batch, heads, 1, size, key_dim).expand(-1, -1, group, -1, -1)
     state.mul_(since_start[:, :, -1:])
@@ -178,7 +183,7 @@ def _chunk(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: T
         written.view(batch * value_heads, size, value_dim).transpose(1, 2),
         shared.reshape(batch * value_heads, size, key_dim),
     )
-    return out.view(batch, value_heads, size, value_dim).transpose(1, 2)
+    return out.view(batch, value_heads, size, value_dim)
 
 
 def _pair_decay(decay: Tensor) -> Tensor:

@@ -172,8 +172,8 @@ def fused_recurrent_gated_delta_rule(maker: InputMaker) -> Iterator[Case]:
         ("large", 20, (4, 8), (48, 48), {}),
         ("no tokens", 0, (2, 4), (16, 16), {}),
     ):
-        state = _states(maker, 24, heads[1], sizes)
-        yield Case(name, (*_delta_inputs(maker, count, heads, sizes), state, _slots(maker, count, 24, padding)))
+        state, slots = _states(maker, count + 3, heads[1], sizes), _slots(maker, count, count + 3, padding)
+        yield Case(name, (*_delta_inputs(maker, count, heads, sizes), state, slots))
     args, state = _delta_inputs(maker, 4, (2, 4), (16, 16)), _states(maker, 7, 4, (16, 16))
     slots = _slots(maker, 4, 7, {})
     yield Case("scale", (*args, state, slots, 0.3))

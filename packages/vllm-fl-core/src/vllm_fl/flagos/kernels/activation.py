@@ -37,11 +37,12 @@ def _activate_and_mul(
     x, out, rows, d, stride, KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS_PER_LAYER: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(2).to(tl.int64) * ROWS_PER_LAYER + tl.program_id(1)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = (column < d) & (row < rows)
-    gate = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x + row * stride + d + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * d + column, (activate(gate, KIND) * up).to(out.dtype.element_ty), mask=mask)
+    if row < rows:
+        column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        mask = column < d
+        gate = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(x + row * stride + d + column, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + row * d + column, (activate(gate, KIND) * up).to(out.dtype.element_ty), mask=mask)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -75,9 +75,7 @@ def _align_small(
     begin = tl.sum(tl.where(e < low, padded, 0), 0)
     _fill(sorted_ids, numel, begin, begin + tl.sum(tl.where(own, padded, 0), 0), CHUNK, CHUNK)
     _fill(expert_ids, -1, total // block_size + pid * CHUNK, num_blocks, programs * CHUNK, CHUNK)
-    _store_experts(
-        expert_ids, expert_map, e, first // block_size, tl.where(own, blocks, 0), num_experts, 0, 1, HAS_MAP
-    )
+    _store_experts(expert_ids, expert_map, e, first // block_size, tl.where(own, blocks, 0), num_experts, 0, 1, HAS_MAP)
     tl.debug_barrier()  # cursors and padding are written before they are taken and overwritten
     found = (expert >= low) & (expert < high) & (expert < num_experts)
     slot = tl.atomic_add(cursors + expert, 1, mask=found, sem="relaxed", scope="cta")

@@ -55,9 +55,7 @@ def selected(settings: Settings) -> tuple[Layer, ...]:
     if not settings.oot_enabled:
         return ()
     allowed, denied = settings.oot_whitelist, settings.oot_blacklist
-    return tuple(
-        layer for layer in LAYERS if (allowed is None or layer.name in allowed) and layer.name not in denied
-    )
+    return tuple(layer for layer in LAYERS if (allowed is None or layer.name in allowed) and layer.name not in denied)
 
 
 def register() -> None:
@@ -97,9 +95,9 @@ def replace(original: type, ours: type, name: str | None = None) -> None:
 def _registry_of(original: type) -> dict[str, type]:
     """The ``op_registry_oot`` that the base class of `original` looks into (vLLM has more than one)."""
     for base in original.__mro__:
-        registry = getattr(import_module(base.__module__), "op_registry_oot", None)
+        registry: dict[str, type] | None = getattr(import_module(base.__module__), "op_registry_oot", None)
         if registry is not None:
-            return registry  # type: ignore[no-any-return]
+            return registry
     raise TypeError(f"{original.__module__}.{original.__qualname__} is not a replaceable layer of vLLM")
 
 

@@ -49,9 +49,7 @@ class FLRMSNormGated(RMSNormGated):
     """RMSNormGated through the operator ``rms_norm_gated``."""
 
     def forward_oot(self, x: torch.Tensor, z: torch.Tensor | None = None) -> Any:
-        return _rms_norm_gated.fn(
-            x, z, self.weight, self.eps, self.group_size, self.norm_before_gate, self.activation
-        )
+        return _rms_norm_gated.fn(x, z, self.weight, self.eps, self.group_size, self.norm_before_gate, self.activation)
 
     forward_cuda = forward_oot
 

@@ -1,0 +1,127 @@
+"""Shims: applied once, only where something is missing, and forwarding to dispatch."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fl.integration import compat
+
+
+def test_install_may_be_called_again() -> None:
+    import vllm._custom_ops as custom_ops
+
+    before = custom_ops.apply_repetition_penalties, torch.accelerator.empty_cache
+    compat.install()
+    compat.install()
+    assert (custom_ops.apply_repetition_penalties, torch.accelerator.empty_cache) == before
+
+
+def test_an_existing_symbol_wins() -> None:
+    library = torch.library.Library("fl_compat_test", "FRAGMENT")
+    library.define("present(int x) -> int")
+    library.impl("present", lambda x: x + 1, "CompositeExplicitAutograd")
+    for name in ("present", "absent"):
+        compat._define(f"fl_compat_test::{name}", "(int x) -> int", lambda x: -x)
+    assert torch.ops.fl_compat_test.present(1) == 2
+    assert torch.ops.fl_compat_test.absent(1) == -1
+
+
+def test_slot_mapping_symbol(spy: Any) -> None:
+    seen = spy("compute_slot_mapping")
+    slots = torch.full((8,), 77, dtype=torch.int64)
+    torch.ops._C.compute_slot_mapping_kernel_impl(
+        torch.tensor([0, 2, 5], dtype=torch.int32),
+        torch.tensor([3, 4, 0, 1, 2]),
+        torch.tensor([[5, 6], [2, 9]], dtype=torch.int32),
+        slots,
+        4,
+    )
+    assert slots.tolist() == [23, 24, 8, 9, 10, -1, -1, -1]
+    assert seen.calls == 1
+
+
+@pytest.mark.parametrize("function", ["symbol", "python"])
+def test_repetition_penalties(function: str, spy: Any) -> None:
+    import vllm._custom_ops as custom_ops
+
+    call = custom_ops.apply_repetition_penalties
+    if function == "symbol":
+        call = torch.ops._C.apply_repetition_penalties_
+    seen = spy("apply_repetition_penalties")
+    logits = torch.tensor([[4.0, -4.0, 4.0, -4.0]])
+    prompt = torch.tensor([[True, False, False, False]])
+    output = torch.tensor([[False, True, False, False]])
+    call(logits, prompt, output, torch.tensor([2.0]))
+    assert logits.tolist() == [[2.0, -8.0, 4.0, -4.0]]
+    assert seen.calls == 1
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_router_symbols(scoring: str, spy: Any) -> None:
+    import vllm._custom_ops as custom_ops
+
+    seen = spy(f"topk_{scoring}")
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]])
+    weights, ids, order = torch.empty(2, 2), torch.empty(2, 2, dtype=torch.int32), torch.empty(2, 2, dtype=torch.int32)
+    getattr(custom_ops, f"topk_{scoring}")(weights, ids, order, logits, True, None)
+    scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    expected = scores.gather(1, torch.tensor([[1, 2], [0, 2]]))
+    assert ids.tolist() == [[1, 2], [0, 2]]
+    torch.testing.assert_close(weights, expected / expected.sum(-1, keepdim=True))
+    assert seen.calls == 1
+
+
+def test_accelerator_housekeeping_does_nothing_without_an_accelerator() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("this host has an accelerator")
+    assert torch.accelerator.empty_cache() is None
+    assert torch.accelerator.synchronize() is None
+
+
+def test_accelerator_housekeeping_reaches_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    guarded = compat._unless_absent(lambda value: value + 1)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert guarded(1) == 2
+
+
+def test_our_variables_are_known_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In vLLM's check with `hard_fail`, which `--fail-on-environ-validation` asks for."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    check = getattr(current_platform, "validate_environ", None) or envs.validate_environ
+    monkeypatch.setenv("VLLM_FL_PREFER", "reference")
+    check(True)
+    monkeypatch.setenv("VLLM_FL_PREFFER", "reference")
+    with pytest.raises(ValueError, match="VLLM_FL_PREFFER"):
+        check(True)
+
+
+def test_our_variables_are_not_in_the_compile_cache_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import envs
+
+    before = envs.compile_factors()
+    monkeypatch.setenv("VLLM_FL_LOG_LEVEL", "DEBUG")
+    assert envs.compile_factors() == before
+
+
+@pytest.mark.parametrize("original", [None, lambda a, b, c: None], ids=["absent", "other parameters"])
+def test_a_function_that_is_not_known_is_left_alone(original: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("vllm.some_module")
+    if original is not None:
+        module.known = original  # type: ignore[attr-defined]
+
+    def known(a: int, b: int) -> None:
+        raise AssertionError("called")
+
+    warnings: list[str] = []
+    monkeypatch.setattr(compat.get_logger(compat.__name__), "warning", lambda text, *args: warnings.append(text % args))
+    compat._patch(module, known)
+    assert getattr(module, "known", None) is original
+    assert warnings == [
+        "vllm.some_module.known is not the function that vllm-fl knows: vLLM's own code serves it, dispatch does not"
+    ]

@@ -1,0 +1,99 @@
+"""The life of a worker and that of the selection."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import CompilationMode, CUDAGraphMode
+
+from vllm_fl.dispatch import bind, get_default_manager, reset_default_manager, set_global_policy
+from vllm_fl.dispatch.policy import SelectionPolicy
+from vllm_fl.errors import FrozenError
+from vllm_fl.integration.platform import FINGERPRINT_KEY
+from vllm_fl.integration.worker import FLWorkerMixin
+
+
+class PlainWorker:
+    def __init__(self, mode: Any, cudagraph_mode: Any = CUDAGraphMode.NONE) -> None:
+        compilation = SimpleNamespace(mode=mode, cudagraph_mode=cudagraph_mode)
+        self.vllm_config = SimpleNamespace(compilation_config=compilation, additional_config={})
+        self.log: list[str] = []
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> str:
+        self.log.append(f"load {FINGERPRINT_KEY in self.vllm_config.additional_config}")
+        return "loaded"
+
+    def compile_or_warm_up_model(self) -> str:
+        return "warm"
+
+    def shutdown(self) -> None:
+        self.log.append("shutdown")
+
+
+class Worker(FLWorkerMixin, PlainWorker):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    yield
+    gc.collect()
+    reset_default_manager()
+
+
+def start(worker: Worker) -> Worker:
+    assert worker.load_model(load_dummy_weights=False) == "loaded"
+    assert worker.compile_or_warm_up_model() == "warm"
+    return worker
+
+
+def test_the_selection_is_stamped_before_the_model_is_loaded() -> None:
+    assert start(Worker(CompilationMode.NONE)).log == ["load True"]
+
+
+def test_an_eager_worker_leaves_the_policy_free() -> None:
+    worker = start(Worker(CompilationMode.NONE))
+    old = set_global_policy(SelectionPolicy(prefer="reference"))
+    set_global_policy(old)
+    worker.shutdown()
+
+
+@pytest.mark.parametrize(
+    "modes",
+    [
+        pytest.param((CompilationMode.VLLM_COMPILE, CUDAGraphMode.NONE), id="compiled"),
+        pytest.param((CompilationMode.NONE, CUDAGraphMode.FULL), id="captured"),
+    ],
+)
+def test_policy_changes_raise_while_there_are_graphs(modes: tuple[Any, Any]) -> None:
+    worker = start(Worker(*modes))
+    with pytest.raises(FrozenError, match="because vLLM has compiled or captured graphs of the model with it"):
+        set_global_policy(SelectionPolicy(prefer="reference"))
+    worker.shutdown()
+    assert worker.log[-1] == "shutdown"
+    set_global_policy(set_global_policy(SelectionPolicy(prefer="reference")))
+
+
+def test_the_last_worker_with_graphs_thaws() -> None:
+    workers = [start(Worker(CompilationMode.VLLM_COMPILE)) for _ in range(2)]
+    workers.pop().shutdown()
+    assert get_default_manager().frozen is not None
+    workers.clear()  # dropped without a shutdown, as an in-process engine is
+    gc.collect()
+    assert get_default_manager().frozen is None
+
+
+def test_questions_that_collective_rpc_asks_by_name() -> None:
+    import torch
+
+    worker = Worker(CompilationMode.NONE)
+    worker.fl_count_calls()
+    for _ in range(3):
+        bind("silu_and_mul").fn(torch.ones(1, 4))
+    assert worker.fl_call_counts() == {"silu_and_mul": {"reference.torch": 3}}
+    worker.fl_count_calls(False)
+    assert worker.fl_selection()["silu_and_mul"] == "reference.torch"

@@ -1,0 +1,165 @@
+"""Greedy tokens of tiny models in vLLM, through dispatch, equal those of transformers in float32.
+
+One process a model: it makes the checkpoint, asks transformers, then runs one engine a setting.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(900)
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+
+LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 128, 300)
+NEW_TOKENS = 8
+#: Tokens are compared where the likeliest leads by this much; float32 differs by some 1e-5.
+LEAST_MARGIN = 2e-3
+MODELS = ("llama", "qwen3", "qwen3_moe", "qwen3_next")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "whole": {"enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 1024},
+    "chunked": {"enable_prefix_caching": False, "enable_chunked_prefill": True, "max_num_batched_tokens": 24},
+    "cached": {"enable_prefix_caching": True, "enable_chunked_prefill": True, "max_num_batched_tokens": 1024},
+    "cached chunked": {"enable_prefix_caching": True, "enable_chunked_prefill": True, "max_num_batched_tokens": 72},
+}
+#: What each engine is asked: all prompts, and then once more, at once (eight run together) and one after another.
+ROUNDS = ("together", "together again", "alone")
+#: Operators that the model cannot run without.
+OPERATORS = {
+    "llama": {"attention_backend", "reshape_and_cache", "rms_norm", "rotary_embedding", "silu_and_mul"},
+    "qwen3": {"attention_backend", "reshape_and_cache", "rms_norm", "rotary_embedding", "silu_and_mul"},
+    "qwen3_moe": {"attention_backend", "fused_experts", "reshape_and_cache", "rms_norm", "topk_softmax"},
+    "qwen3_next": {
+        *("attention_backend", "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "fused_experts"),
+        *("fused_gdn_gating", "fused_recurrent_gated_delta_rule", "gemma_rms_norm", "reshape_and_cache"),
+        *("rms_norm_gated", "silu_and_mul", "topk_softmax"),
+    },
+}
+
+
+def draw_prompts(model: Any) -> list[tuple[list[int], list[int], float]]:
+    """(prompt, transformers' continuation, margin) for every length, and a prompt that shares a long prefix."""
+    import tiny_models
+    import torch
+
+    random = torch.Generator().manual_seed(1)
+    found: list[tuple[list[int], list[int], float]] = []
+    for length in (*LENGTHS, -1):
+        while True:
+            prompt = torch.randint(1, tiny_models.VOCABULARY, (abs(length) if length > 0 else 30,), generator=random).tolist()
+            if length < 0:
+                prompt = found[-1][0][:200] + prompt
+            answer = tiny_models.greedy(model, prompt, NEW_TOKENS)
+            if answer.margin > LEAST_MARGIN:
+                found.append((prompt, answer.tokens, answer.margin))
+                break
+    return found
+
+
+@contextmanager
+def engine(path: str, settings: dict[str, Any]) -> Iterator[Any]:
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = LLM(
+        model=path,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=400,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=32 << 20,
+        enforce_eager=True,
+        seed=0,
+        **settings,
+    )
+    yield llm
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+def ask(llm: Any, prompts: list[list[int]], together: bool) -> tuple[list[list[int]], list[int]]:
+    """Continuations, and how many prompt tokens came from the cache."""
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, detokenize=False, ignore_eos=True)
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    batches = [requests] if together else [[request] for request in requests]
+    answers = [answer for batch in batches for answer in llm.generate(batch, greedy, use_tqdm=False)]
+    return [list(answer.outputs[0].token_ids) for answer in answers], [answer.num_cached_tokens for answer in answers]
+
+
+def run_model(name: str, path: str) -> dict[str, Any]:
+    """Everything about one model; called in a process of its own."""
+    import tiny_models
+
+    from vllm_fl.dispatch import get_default_manager
+
+    drawn = draw_prompts(tiny_models.make(name, Path(path)))
+    prompts = [prompt for prompt, _, _ in drawn]
+    manager = get_default_manager()
+    manager.count_calls(True)
+    outputs: dict[str, Any] = {}
+    for setting, arguments in SETTINGS.items():
+        with engine(path, arguments) as llm:
+            outputs[setting] = {label: ask(llm, prompts, label != "alone") for label in ROUNDS}
+    return {
+        "lengths": [len(prompt) for prompt in prompts],
+        "expected": [tokens for _, tokens, _ in drawn],
+        "margin": min(margin for _, _, margin in drawn),
+        "outputs": outputs,
+        "operators": sorted({operator for operator, _ in manager.call_counts()}),
+    }
+
+
+@pytest.fixture(scope="session")
+def results(fresh: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def of(name: str) -> dict[str, Any]:
+        path = tmp_path_factory.mktemp("checkpoints") / name
+        # More threads than one do not pay for matrices of this size.
+        env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
+        value: dict[str, Any] = fresh(run_model, env=env, timeout=840, name=name, path=str(path)).value
+        return value
+
+    return of
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_are_those_of_transformers(results: Any, name: str, setting: str) -> None:
+    result = results(name)
+    assert result["margin"] > LEAST_MARGIN
+    for label in ROUNDS:
+        tokens, _ = result["outputs"][setting][label]
+        wrong = [
+            (length, ours, theirs)
+            for length, ours, theirs in zip(result["lengths"], tokens, result["expected"], strict=True)
+            if ours != theirs
+        ]
+        assert wrong == [], label
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_repeated_prompts_come_from_the_prefix_cache(results: Any, name: str) -> None:
+    result = results(name)
+    for setting in ("whole", "chunked"):
+        assert all(not any(cached) for _, cached in result["outputs"][setting].values())
+    for setting in ("cached", "cached chunked"):
+        longest = result["lengths"].index(300)
+        for label in ("together again", "alone"):
+            _, cached = result["outputs"][setting][label]
+            assert cached[longest] >= 256, (setting, label)
+            assert all(hit < length for hit, length in zip(cached, result["lengths"], strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_operators_are_reached(results: Any, name: str) -> None:
+    assert set(results(name)["operators"]) >= OPERATORS[name]
