@@ -2,9 +2,9 @@
 
     python benchmarks/dispatch_overhead.py --json dispatch_overhead.json
 
-Costs are nanoseconds over a direct call of the same Python function, which takes the arguments of rms_norm and returns at
-once. Subjects take turns within each repeat, and the least time of all repeats counts: it is the one that other work on the
-machine has disturbed least.
+Costs are nanoseconds over a direct call of the same Python function, which takes the arguments of rms_norm and returns
+at once. Subjects take turns within each repeat, and the least time of all repeats counts: it is the one that other work
+on the machine has disturbed least.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def measure(implementations: int, repeats: int, calls: int) -> dict[str, float]:
 
 
 def first_resolution(implementations: int, samples: int = 15) -> float:
-    """Nanoseconds of the first call after registration: probing, selection, binding, the call. Median of the samples."""
+    """Nanoseconds of the first call after registration (probing, selection, binding, the call), median of samples."""
     return median(_timed(make_manager(implementations)) for _ in range(samples))
 
 

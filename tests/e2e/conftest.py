@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from e2e_support import Fresh, TinyModel, save_byte_tokenizer
+from e2e_support import HERE, Fresh, TinyModel, save_byte_tokenizer
 
 #: Everything that a process inherits from the environment of the tests; the rest might be a developer's setting.
 INHERITED = (
@@ -19,6 +19,13 @@ INHERITED = (
     "LIBRARY_PATH",
     "PYTHONPATH",
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """An engine's start takes ten times as long where other work shares the two cores."""
+    for item in items:
+        if item.path.parent == HERE and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ class Fresh:
         function: Callable[..., Any],
         *,
         env: dict[str, str] | None = None,
-        timeout: float = 240,
+        timeout: float = 600,
         check: bool = True,
         python: Sequence[str] = (sys.executable,),
         **arguments: Any,

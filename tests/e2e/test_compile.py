@@ -67,6 +67,6 @@ def test_compiled_gives_the_same_tokens(fresh: Fresh, tiny_llama: TinyModel, tmp
     assert value["counts"]["silu_and_mul"] == {"vendor.test": 2 * steps}  # called from the graph
     assert not {"rms_norm", "rotary_embedding"} & set(value["counts"])  # are the graph
     assert value["frozen"] == (
-        "set_global_policy(): the selection is frozen because vLLM has compiled or captured graphs of the model with"
+        "set_global_policy: the selection is frozen because vLLM has compiled or captured graphs of the model with"
         " it; change the policy before that, or call thaw() on the manager and compile again"
     )

@@ -53,7 +53,9 @@ def draw_prompts(model: Any) -> list[tuple[list[int], list[int], float]]:
     found: list[tuple[list[int], list[int], float]] = []
     for length in (*LENGTHS, -1):
         while True:
-            prompt = torch.randint(1, tiny_models.VOCABULARY, (abs(length) if length > 0 else 30,), generator=random).tolist()
+            prompt = torch.randint(
+                1, tiny_models.VOCABULARY, (abs(length) if length > 0 else 30,), generator=random
+            ).tolist()
             if length < 0:
                 prompt = found[-1][0][:200] + prompt
             answer = tiny_models.greedy(model, prompt, NEW_TOKENS)

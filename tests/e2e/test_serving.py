@@ -1,4 +1,4 @@
-"""``vllm serve`` through our platform: the OpenAI API, streaming, many requests at once, start and end of the server."""
+"""``vllm serve`` through our platform: the OpenAI API, streaming, many requests at once, its start and its end."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def server(
         )
     running = Server(process, f"http://127.0.0.1:{port}", "tiny", log, marker)
     try:
-        running.wait_until_ready(timeout=240)
+        running.wait_until_ready(timeout=600)
         yield running
     finally:
         for pid in running.processes():
@@ -158,7 +158,7 @@ def test_it_ends_cleanly(server: Server) -> None:
 
 def test_a_wrong_setting_stops_it_with_our_message(tiny_llama: TinyModel, environment: dict[str, str]) -> None:
     command = [*CLI, "serve", str(tiny_llama.path), "--port", str(free_port())]
-    returncode, log = run_group(command, {**environment, "VLLM_FL_PREFER": "flaggems"}, timeout=120)
+    returncode, log = run_group(command, {**environment, "VLLM_FL_PREFER": "flaggems"}, timeout=600)
     message = (
         "environment variable VLLM_FL_PREFER: 'flaggems' is not one of flagos, vendor, reference;"
         " did you mean 'flagos'?"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_support import Fresh, TinyModel
+from e2e_support import HERE, Fresh, TinyModel
 
 
 def observed(model: str) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if "vllm_fl" not in entry.name and not entry.name.startswith("__editable__"):
             (folder / entry.name).symlink_to(entry)
-    start = f"import sys, runpy; sys.path.insert(0, {str(folder)!r}); sys.argv = sys.argv[1:]; "
+    start = f"import sys, runpy; sys.path[:0] = [{str(HERE)!r}, {str(folder)!r}]; sys.argv = sys.argv[1:]; "
     return sys.executable, "-S", "-c", start + "runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
@@ -60,7 +60,8 @@ def test_switched_off(switch: dict[str, str], reference: dict[str, Any], fresh: 
     assert outcome.value == reference
     # To vLLM's check of unknown variables those that are set are known, so that it does not refuse to start.
     assert variables == sorted(name for name in switch if name.startswith("VLLM_FL_"))
-    assert not [name for name in ours if name.startswith(("vllm_fl_reference", "vllm_fl.dispatch", "vllm_fl.plugins"))]
+    loaded = ("vllm_fl_reference", "vllm_fl.integration.platform", "vllm_fl.integration.layers")
+    assert not [name for name in ours if name.startswith(loaded)]
     assert "environment variable detected: VLLM_FL" not in outcome.log
 
 

@@ -60,7 +60,7 @@ def rotate(x, cos, sin, halves):
 ''',
     "src/acme_vllm/__init__.py": "",
     # Step 1: the backend class.
-    "src/acme_vllm/acme.py": '''
+    "src/acme_vllm/acme.py": """
 from vllm_fl.dispatch.backends.base import Backend
 
 
@@ -104,10 +104,10 @@ class AcmeBackend(Backend):
         from .impl.attention import AcmeAttentionBackend
 
         return f"{AcmeAttentionBackend.__module__}:{AcmeAttentionBackend.__name__}"
-''',
+""",
     # Step 2: the operators.
     "src/acme_vllm/impl/__init__.py": "",
-    "src/acme_vllm/impl/activation.py": '''
+    "src/acme_vllm/impl/activation.py": """
 import torch
 
 
@@ -115,27 +115,27 @@ def silu_and_mul_acme(x: torch.Tensor) -> torch.Tensor:
     import acme_runtime
 
     return acme_runtime.swiglu(x)
-''',
-    "src/acme_vllm/impl/normalization.py": '''
+""",
+    "src/acme_vllm/impl/normalization.py": """
 def rms_norm_acme(x, residual, weight, epsilon):
     import acme_runtime
 
     out, total = acme_runtime.add_norm(x, residual, weight, epsilon)
     return out if residual is None else (out, total)
-''',
-    "src/acme_vllm/impl/rotary.py": '''
+""",
+    "src/acme_vllm/impl/rotary.py": """
 def rotary_embedding_acme(query, key, cos, sin, position_ids, is_neox_style):
     import acme_runtime
 
     cos, sin = cos[position_ids], sin[position_ids]
     return tuple(acme_runtime.rotate(x, cos, sin, is_neox_style) for x in (query, key))
-''',
+""",
     "src/acme_vllm/impl/attention.py": '''
 class AcmeAttentionBackend:
     """Stands for a vLLM AttentionBackend."""
 ''',
     # Step 3: registration.
-    "src/acme_vllm/register_ops.py": '''
+    "src/acme_vllm/register_ops.py": """
 import functools
 
 from vllm_fl.dispatch.types import BackendImplKind, BackendPriority, OpImpl
@@ -198,7 +198,7 @@ def register_the_short_way(registry) -> None:
     from .acme import AcmeBackend
 
     register_backend(registry, AcmeBackend())
-''',
+""",
 }
 
 

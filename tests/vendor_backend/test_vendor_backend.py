@@ -145,7 +145,7 @@ def test_rejected_with_a_reason(environ: dict[str, str], reason: str, site: Path
         """,
         **environ,
     )
-    assert f"vendor.acme  rejected: {reason}" in " ".join(out.split(" ")).replace("acme      ", "acme  ")
+    assert f"- vendor.acme rejected: {reason}" in " ".join(out.split())
 
 
 def test_debug_table(site: Path) -> None:
@@ -196,7 +196,8 @@ def test_distribution_that_breaks_leaves_the_rest(site: Path, tmp_path: Path) ->
         manager = get_default_manager()
         manager.ensure_initialized()
         print([report.name for report in plugin_reports() if not report.ok])
-        print(any(impl.vendor == "acme" for impls in manager.registry.snapshot().impls_by_op.values() for impl in impls))
+        found = [impl.vendor for impls in manager.registry.snapshot().impls_by_op.values() for impl in impls]
+        print("acme" in found)
         """,
     )
     assert out.splitlines() == ["['acme']", "False"]

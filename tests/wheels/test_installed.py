@@ -20,6 +20,7 @@ ENTRY_POINTS = {
     "vllm.platform_plugins": {"fl": "vllm_fl.integration:platform_plugin"},
     "vllm_fl.backends": {
         "ascend": "vllm_fl_ascend.plugin:PLUGIN",
+        "flagos": "vllm_fl.flagos.plugin:PLUGIN",
         "nvidia": "vllm_fl_nvidia.plugin:PLUGIN",
         "reference": "vllm_fl_reference.plugin:PLUGIN",
     },
@@ -83,7 +84,8 @@ def test_backends_are_found(ask: Ask) -> None:
         "from vllm_fl.plugins import installed_backends\n"
         "answer({b.entry_point: [b.distribution, b.plugin.name, b.error] for b in installed_backends()})"
     )
-    assert found == {name: [f"vllm-fl-{name}", name, None] for name in ("ascend", "nvidia", "reference")}
+    owners = {"flagos": "core", **{name: name for name in ("ascend", "nvidia", "reference")}}
+    assert found == {name: [f"vllm-fl-{owner}", name, None] for name, owner in owners.items()}
 
 
 def test_skeletons_are_not_chosen(ask: Ask) -> None:

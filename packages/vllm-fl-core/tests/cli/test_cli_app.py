@@ -56,7 +56,7 @@ def test_importing_the_package_imports_no_command_line() -> None:
         (["vanish"], "No such command 'vanish'"),
         (["quickstart", "--bogus"], "No such option: --bogus"),
         (["quickstart", "--dtype", "float8"], "'float8' is not one of"),
-        (["quickstart", "--max-tokens", "0"], "0 is not in the range"),
+        (["quickstart", "--max-tokens", "0"], "Invalid value for '--max-tokens'"),
         (["quickstart", "--port", "8123"], "Error: --port is for --serve.\nRemedy: Add --serve, or leave --port out."),
     ],
 )

@@ -163,7 +163,7 @@ def test_missing_vllm(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixt
     assert main(["quickstart"]) == 3
     assert capfd.readouterr().err == (
         "Error: The package vllm is not installed.\n"
-        "Remedy: On a clone, `make quickstart` makes an environment that has everything; elsewhere install vLLM first.\n"
+        "Remedy: On a clone, `make quickstart` makes an environment that has it; elsewhere install it first.\n"
     )
 
 

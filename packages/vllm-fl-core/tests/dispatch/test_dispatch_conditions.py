@@ -39,8 +39,10 @@ def test_dtypes_of_torch() -> None:
         vendor("acme", "silu_and_mul", silu("acme"), supported_dtypes={torch.bfloat16, "float16"}),
         reference("silu_and_mul", silu("reference")),
     )
-    served = {dtype: manager.call("silu_and_mul", torch.zeros(2, 2, dtype=dtype)) for dtype in
-              (torch.bfloat16, torch.float16, torch.float32)}
+    served = {
+        dtype: manager.call("silu_and_mul", torch.zeros(2, 2, dtype=dtype))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    }
     assert list(served.values()) == ["acme", "acme", "reference"]
 
 
@@ -282,7 +284,12 @@ def test_strides_are_conditions() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.frozensets(st.sampled_from("abc")), st.integers(0, 3)), min_size=1, max_size=5, unique_by=lambda p: p[1]),
+    st.lists(
+        st.tuples(st.frozensets(st.sampled_from("abc")), st.integers(0, 3)),
+        min_size=1,
+        max_size=5,
+        unique_by=lambda p: p[1],
+    ),
     st.lists(st.sampled_from("abc"), max_size=12),
 )
 def test_each_call_goes_to_the_first_that_takes_it(impls: list[tuple[frozenset[str], int]], calls: list[str]) -> None:
@@ -305,3 +312,35 @@ def test_each_call_goes_to_the_first_that_takes_it(impls: list[tuple[frozenset[s
             with pytest.raises(NoImplementationError):
                 manager.call("mystery", call)
     assert manager.failures() == []
+
+
+def test_every_fact_of_a_tensor_is_a_condition_of_the_bound_operator() -> None:
+    """The generated key tells apart what the general one does."""
+    torch = pytest.importorskip("torch")
+    asked: list[Any] = []
+
+    def supports(x: Any, residual: Any, weight: Any, epsilon: float) -> bool:
+        asked.append(x)
+        return True
+
+    def rms_norm(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
+        return x
+
+    bound = manager_of(vendor("acme", "rms_norm", rms_norm, supports=supports)).bind("rms_norm")
+    square = torch.zeros(4, 4)
+    calls: list[tuple[Any, Any, Any, float]] = [
+        (square, None, None, 1.0),
+        (square.t(), None, None, 1.0),
+        (square.half(), None, None, 1.0),
+        (square.to("meta"), None, None, 1.0),
+        (torch.zeros(4, 5), None, None, 1.0),
+        (square, square, None, 1.0),
+        (square, None, square, 1.0),
+        (square, None, None, 2.0),
+        (square, None, None, 1),
+    ]
+    for _ in range(2):
+        for call in calls:
+            bound(*call)
+        bound(torch.ones(4, 4), None, None, epsilon=1.0)
+    assert len(asked) == len(calls)

@@ -277,13 +277,16 @@ def test_memory_and_device_faults_are_passed_on(
     assert manager.get_failed_impls() == {}
 
 
+@pytest.mark.parametrize("device", ["cuda", "acme"])
 @pytest.mark.parametrize(("initialised", "answer"), [(True, None), (False, "reference")])
 def test_nothing_is_tried_inside_graph_capture(
-    initialised: bool, answer: str | None, monkeypatch: pytest.MonkeyPatch
+    initialised: bool, answer: str | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda = types.SimpleNamespace(is_initialized=lambda: initialised, is_current_stream_capturing=lambda: True)
+    module = types.SimpleNamespace(is_initialized=lambda: initialised, is_current_stream_capturing=lambda: True)
     fake = types.SimpleNamespace(
-        cuda=cuda, compiler=types.SimpleNamespace(is_compiling=lambda: False, is_dynamo_compiling=lambda: False)
+        compiler=types.SimpleNamespace(is_compiling=lambda: False, is_dynamo_compiling=lambda: False),
+        accelerator=types.SimpleNamespace(current_accelerator=lambda: types.SimpleNamespace(type=device)),
+        **{device: module},
     )
     monkeypatch.setitem(sys.modules, "torch", fake)
     manager = failing_then(ValueError("bad"))

@@ -87,9 +87,7 @@ def test_probes_are_asked_once_per_registry_generation() -> None:
             return x
 
     acme = Acme()
-    manager = manager_of(
-        vendor("acme", "silu_and_mul", acme.silu_and_mul), vendor("acme", "rms_norm", acme.rms_norm)
-    )
+    manager = manager_of(vendor("acme", "silu_and_mul", acme.silu_and_mul), vendor("acme", "rms_norm", acme.rms_norm))
     for _ in range(3):
         manager.call("silu_and_mul", 1)
         manager.call("rms_norm", 1, None, None, 0.0)
@@ -110,7 +108,10 @@ def test_later_registration_is_seen_everywhere() -> None:
     assert bound(1) == manager.call("silu_and_mul", 1) == "flagos"
     assert manager.resolve("silu_and_mul") is better
     assert manager.get_selected_impl_id("silu_and_mul") == "default.flagos"
-    assert [impl.impl_id for impl in manager.resolve_candidates("silu_and_mul")] == ["default.flagos", "reference.torch"]
+    assert [impl.impl_id for impl in manager.resolve_candidates("silu_and_mul")] == [
+        "default.flagos",
+        "reference.torch",
+    ]
 
 
 def test_two_implementations_that_share_a_function_keep_their_ids() -> None:
@@ -220,7 +221,9 @@ def test_counting() -> None:
 
 
 def test_counting_names_who_served() -> None:
-    manager = manager_of(vendor("acme", "silu_and_mul", silu(NotImplementedError())), reference("silu_and_mul", silu(0)))
+    manager = manager_of(
+        vendor("acme", "silu_and_mul", silu(NotImplementedError())), reference("silu_and_mul", silu(0))
+    )
     manager.count_calls()
     manager.call("silu_and_mul", 1)
     manager.call("silu_and_mul", 1)
@@ -234,7 +237,9 @@ def test_bound_operators_are_shared_and_survive_copies() -> None:
     assert copy.copy(bound) is copy.deepcopy(bound) is bound
     with pytest.raises(TypeError) as caught:
         pickle.dumps(bound)
-    assert str(caught.value) == "<BoundOp silu_and_mul> belongs to a manager of this process; pickle the operator's name"
+    assert (
+        str(caught.value) == "<BoundOp silu_and_mul> belongs to a manager of this process; pickle the operator's name"
+    )
 
 
 def test_bound_operators_of_the_default_manager_outlive_it(default: Callable[..., OpManager]) -> None:
@@ -266,7 +271,9 @@ def test_default_manager_is_one() -> None:
 
 def test_managers_are_collected() -> None:
     """Neither the fork hook nor the policy keeps a manager alive."""
-    manager = manager_of(vendor("acme", "silu_and_mul", silu(NotImplementedError())), reference("silu_and_mul", silu(0)))
+    manager = manager_of(
+        vendor("acme", "silu_and_mul", silu(NotImplementedError())), reference("silu_and_mul", silu(0))
+    )
     manager.call("silu_and_mul", 1)
     gone = [weakref.ref(manager), weakref.ref(manager.registry)]
     del manager

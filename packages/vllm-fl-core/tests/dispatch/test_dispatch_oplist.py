@@ -135,9 +135,7 @@ def no_directory(path: Path) -> str:
 
 
 @pytest.mark.parametrize("trap", [symbolic_link, hard_link, pipe, no_directory], ids=lambda trap: trap.__name__)
-def test_traps(
-    trap: Callable[[Path], str], record: Callable[..., Path], tmp_path: Path, warnings: list[str]
-) -> None:
+def test_traps(trap: Callable[[Path], str], record: Callable[..., Path], tmp_path: Path, warnings: list[str]) -> None:
     folder = tmp_path / "shared"
     folder.mkdir()
     path = folder / "oplist.txt"

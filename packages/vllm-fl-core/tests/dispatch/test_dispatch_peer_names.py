@@ -46,14 +46,18 @@ def registry() -> Any:
     return registry
 
 
-EXPORTS = """
-    BackendImplKind BackendPriority OpImpl match_token OpRegistry OpRegistrySnapshot SelectionPolicy PolicyManager
-    get_policy set_global_policy reset_global_policy policy_context policy_from_config with_strict_mode with_preference
-    with_allowed_vendors with_denied_vendors PREFER_DEFAULT PREFER_VENDOR PREFER_REFERENCE PLUGIN_GROUP PLUGIN_MODULES_ENV
-    OpManager call_op resolve_op get_default_manager reset_default_manager VLLMFLBackendBase Backend discover_plugins
-    get_discovered_plugins clear_discovered_plugins get_logger set_log_level CachedOp freeze_dispatch thaw_dispatch
-    is_dispatch_frozen get_frozen_dispatch_manifest FrozenDispatchManifest
-""".split()
+# fmt: off
+EXPORTS = [
+    "BackendImplKind", "BackendPriority", "OpImpl", "match_token", "OpRegistry", "OpRegistrySnapshot",
+    "SelectionPolicy", "PolicyManager", "get_policy", "set_global_policy", "reset_global_policy", "policy_context",
+    "policy_from_config", "with_strict_mode", "with_preference", "with_allowed_vendors", "with_denied_vendors",
+    "PREFER_DEFAULT", "PREFER_VENDOR", "PREFER_REFERENCE", "PLUGIN_GROUP", "PLUGIN_MODULES_ENV", "OpManager",
+    "call_op", "resolve_op", "get_default_manager", "reset_default_manager", "VLLMFLBackendBase", "Backend",
+    "discover_plugins", "get_discovered_plugins", "clear_discovered_plugins", "get_logger", "set_log_level",
+    "CachedOp", "freeze_dispatch", "thaw_dispatch", "is_dispatch_frozen", "get_frozen_dispatch_manifest",
+    "FrozenDispatchManifest",
+]
+# fmt: on
 
 
 @pytest.mark.parametrize("name", EXPORTS)

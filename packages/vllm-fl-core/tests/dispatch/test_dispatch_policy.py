@@ -128,7 +128,7 @@ def test_policy_from_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_policy_from_missing_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere.yaml"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         policy_from_config(tmp_path / "nowhere.yaml")
 
 
@@ -152,7 +152,9 @@ def test_context_ends_when_the_block_raises() -> None:
     assert not get_policy().strict
 
 
-@pytest.mark.parametrize("use", [set_global_policy, lambda policy: policy_context(policy).__enter__()], ids=["set", "context"])
+@pytest.mark.parametrize(
+    "use", [set_global_policy, lambda policy: policy_context(policy).__enter__()], ids=["set", "context"]
+)
 def test_not_a_policy(use: Any) -> None:
     with pytest.raises(TypeError) as caught:
         use("vendor")

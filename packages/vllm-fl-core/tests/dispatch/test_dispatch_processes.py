@@ -159,7 +159,8 @@ def test_fork_before_initialisation_is_done() -> None:
                 return register
 
         parent = os.getpid()
-        discovery.entry_points = lambda group: [Point("a", False), Point("b", True)] if group == "vllm_fl.plugin" else []
+        points = [Point("a", False), Point("b", True)]
+        discovery.entry_points = lambda group: points if group == "vllm_fl.plugin" else []
         thread = threading.Thread(target=lambda: call_op("silu_and_mul", 1))
         thread.start()
         entered.wait()

@@ -71,9 +71,8 @@ def test_failed_inner_transaction_leaves_the_outer_one() -> None:
     registry = OpRegistry()
     with registry.transaction("outer"):
         registry.register_impl(vendor("a", "rms_norm", rms_norm))
-        with pytest.raises(RuntimeError), registry.transaction("inner"):
-            registry.register_impl(vendor("b", "rms_norm", rms_norm))
-            raise RuntimeError
+        with pytest.raises(RegistrationError), registry.transaction("inner"):
+            registry.register_many([vendor("b", "rms_norm", rms_norm), vendor("a", "rms_norm", rms_norm)])
     assert [impl.impl_id for impl in registry.get_implementations("rms_norm")] == ["vendor.a"]
     assert registry.has_source("outer")
     assert not registry.has_source("inner")

@@ -109,7 +109,9 @@ def test_order(policy: SelectionPolicy, order: list[str]) -> None:
     ids=["denied", "not allowed", "nobody allowed", "flagos off", "whitelist", "blacklist", "token"],
 )
 def test_rejected_by_the_policy(policy: SelectionPolicy, impl_id: str, reason: str, item: str) -> None:
-    selection = chosen(policy.derive("elsewhere").derive("here", **{item: getattr(policy, item)}) if hasattr(policy, item) else policy)
+    selection = chosen(
+        policy.derive("elsewhere").derive("here", **{item: getattr(policy, item)}) if hasattr(policy, item) else policy
+    )
     candidate = next(c for c in selection.candidates if c.impl.impl_id == impl_id)
     assert not candidate.accepted
     assert candidate.reason == reason
@@ -119,7 +121,9 @@ def test_rejected_by_the_policy(policy: SelectionPolicy, impl_id: str, reason: s
 def test_rejected_by_the_platform() -> None:
     needy = vendor("needy", "silu_and_mul", silu(0), min_arch=90)
     environment = Environment(
-        "cuda", 80, {("silu_and_mul", "vendor.acme"): Availability(False, "no libacme"), ("x", "y"): Availability(False)}
+        "cuda",
+        80,
+        {("silu_and_mul", "vendor.acme"): Availability(False, "no libacme"), ("x", "y"): Availability(False)},
     )
     selection = select(SPEC, [ACME, needy], SelectionPolicy(), environment)
     assert [c.reason for c in selection.candidates] == [

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import vllm_fl_reference.ops
 
+import vllm_fl_reference.ops
 from vllm_fl.catalog import CATALOG, InputMaker
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -95,7 +95,7 @@ def _top_k_top_p(requests: int) -> None:
 
 
 def _quantize(tokens: int, *, converts: bool) -> None:
-    with mock.patch.object(quantization, "_has_float8", lambda x: converts):
+    with mock.patch.object(quantization, "_has_float8", return_value=converts):
         quantization.per_token_group_quant_fp8(meta(tokens, 4096), 128, 1e-10, True, True)
 
 

@@ -156,7 +156,11 @@ def test_empty(device: str, m: int) -> None:
 def test_scaled_mm_refuses(device: str, changed: dict[str, object], message: str) -> None:
     a, b = operands(FLOAT8, 4, 64, 24)
     arguments: dict[str, object] = {
-        **{"a": a, "b": b, "scale_a": torch.ones(1), "scale_b": torch.ones(1), "out_dtype": "float32"},
+        "a": a,
+        "b": b,
+        "scale_a": torch.ones(1),
+        "scale_b": torch.ones(1),
+        "out_dtype": "float32",
         **changed,
     }
     with pytest.raises(NotImplementedError) as caught:

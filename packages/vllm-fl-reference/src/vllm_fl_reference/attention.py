@@ -81,7 +81,9 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
 def _refuse_mixed_masks(common: CommonAttentionMetadata) -> None:
     ranges = getattr(common, "mm_req_doc_ranges", None)
     if ranges and any(ranges.values()):
-        raise NotImplementedError("reference attention has no bidirectional ranges inside a causal sequence (prefix LM)")
+        raise NotImplementedError(
+            "reference attention has no bidirectional ranges inside a causal sequence (prefix LM)"
+        )
     if getattr(common, "rswa_prefix_lens", None) is not None:
         raise NotImplementedError("reference attention has no reference sliding window (R-SWA)")
 
@@ -137,7 +139,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     def do_kv_cache_update(
         self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write the step's keys [T, Hkv, D] and values into their slots; nothing for encoders or before there is a cache."""
+        """Write the step's keys [T, Hkv, D] and values into their slots; encoders have none, profiling runs no cache."""
         if kv_cache.numel() == 0 or self.attn_type in _ENCODER_TYPES:
             return
         head_size = self.head_size

@@ -26,9 +26,7 @@ def build(case: Case, **changes: Any) -> PagedAttentionMetadata:
     """Metadata of a case, with two padding tokens and one padding request, as vLLM makes them for graphs."""
     step = case.step
     _, heads, block_size, width = case.cache.shape
-    spec = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=heads, head_size=width // 2, dtype=case.cache.dtype
-    )
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=width // 2, dtype=case.cache.dtype)
     builder = PagedAttentionMetadataBuilder(spec, ["layer"], SimpleNamespace(), torch.device("cpu"))
     start = torch.tensor([*step.query_start, step.query_start[-1]], dtype=torch.int32)
     lengths = torch.tensor([*step.seq_lens, 0], dtype=torch.int32)
@@ -167,7 +165,7 @@ def test_an_unknown_argument_is_refused_and_a_default_is_not() -> None:
 
 def test_quantised_output_is_refused() -> None:
     case = make_case(REQUESTS)
-    with pytest.raises(NotImplementedError, match="^reference attention does not quantise its output$"):
+    with pytest.raises(NotImplementedError, match=r"^reference attention does not quantise its output$"):
         make_impl(case).forward(
             None, case.query, case.key, case.value, case.cache, build(case), case.query, torch.ones(1)
         )

@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
+from attention_oracle import LAYOUTS, Case, attention, fill, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from attention_oracle import LAYOUTS, Case, attention, fill, make_case
 
 from vllm_fl_reference import paged_attention as module
 from vllm_fl_reference.paged_attention import AttentionOptions, AttentionStep, CacheRows
@@ -136,7 +136,7 @@ def test_strided_queries_and_outputs() -> None:
 def test_a_cache_needs_a_block_table() -> None:
     case = make_case([(0, 3)])
     case.step.block_table = None
-    with pytest.raises(ValueError, match="^attention over a cache needs a block table$"):
+    with pytest.raises(ValueError, match=r"^attention over a cache needs a block table$"):
         run(case, AttentionOptions(scale=1.0))
 
 

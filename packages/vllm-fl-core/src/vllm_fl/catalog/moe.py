@@ -47,7 +47,17 @@ def topk_sigmoid(
     e_score_correction_bias: Tensor | None = None,
     routed_scaling_factor: float = 1.0,
 ) -> None:
-    """As topk_softmax, with the sigmoid of each logit as its score; the factor is applied after renormalisation."""
+    """Sigmoid routing: as topk_softmax, with the sigmoid of each logit as its score.
+
+    Args:
+        topk_weights: [T, topk], float32; written.
+        topk_indices: [T, topk], int32, int64 or uint32; written.
+        token_expert_indices: [T, topk], int32; written: ``k * T + t`` for choice k of token t.
+        gating_output: [T, E], floating.
+        renormalize: divide the weights by their sum.
+        e_score_correction_bias: [E], or None.
+        routed_scaling_factor: applied to the weights last.
+    """
 
 
 @operator(called_from="GroupedTopKRouter", cases=inputs.grouped_topk, dtypes=("float32",))
@@ -160,8 +170,8 @@ def fused_experts(
 
     Args:
         hidden_states: [T, H], floating.
-        w1: [E, 2 * I, H], gate rows first; for ``swigluoai`` gate and up rows take turns; [E, I, H] for an activation
-            without a gate.
+        w1: [E, 2 * I, H], gate rows first, for ``swigluoai`` too, whose checkpoints have gate and up rows in turn;
+            [E, I, H] for an activation without a gate.
         w2: [E, H, I].
         topk_weights: [T, topk], floating.
         topk_ids: [T, topk], integers.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fl.catalog import OpSpec
 
-from .conditions import conditions
+from .conditions import TENSOR_FACTS, condition, conditions
 from .links import Call, LeftOut, Link
 from .tracing import fast_is_compiling
 
@@ -43,19 +43,51 @@ def make_call(plan: OpPlan) -> Call:
     spec, first = plan.spec, plan.links[0]
     if spec is None or any(p.kind not in _SIMPLE for p in spec.signature.parameters.values()):
         return _generic(plan)
-    remembering = plan.remembering or first.impl.supports is not None
-    source = _source(spec, first, remembering, quick=first.conditional, dual=plan.traces_otherwise)
-    call: Call = _factory(source)(
+    call: Call = _factory(_source(spec, first, plan.remembering or first.impl.supports is not None))(
         fn=first.fn,
         plan=plan,
-        dtypes=first.dtypes,
-        key=conditions,
+        dtypes=first.dtype_objects,
         compiling=fast_is_compiling(),
         defaults={name: p.default for name, p in spec.signature.parameters.items()},
         again=AGAIN,
     )
     call.__qualname__ = f"{spec}: call"
     return call
+
+
+def make_key(spec: OpSpec | None) -> Callable[..., Any]:
+    """A function of the operator's arguments that gives the conditions of a call."""
+    if spec is None or any(p.kind not in _SIMPLE for p in spec.signature.parameters.values()):
+        return lambda *args, **kwargs: conditions(args, kwargs)
+    names = _Names(spec, ())
+    parts = ", ".join(_key_part(p) for p in spec.signature.parameters.values())
+    lines = [
+        "def make(*, other, conditions, defaults):",
+        *(f"    _default_{name} = defaults[{name!r}]" for name in names.optional),
+        f"    def key({names.parameters}):",
+        "        try:",
+        f"            return ({parts},)",
+        "        except (AttributeError, TypeError):",
+        f"            return conditions({names.args}, {names.kwargs})",
+        "    return key",
+    ]
+    defaults = {name: p.default for name, p in spec.signature.parameters.items()}
+    return _factory("\n".join(lines))(other=condition, conditions=conditions, defaults=defaults)
+
+
+def _key_part(parameter: Parameter) -> str:
+    """Source of the condition of one argument, for arguments of the types that the specification says."""
+    name, kind = parameter.name, str(parameter.annotation)
+    tensor = ", ".join(f"{name}.{fact}" for fact in TENSOR_FACTS)
+    if kind in ("bool", "str"):
+        return name
+    if kind in ("int", "float"):
+        return f"{name}.__class__, {name}"
+    if kind.endswith("Tensor"):
+        return tensor
+    if kind.endswith("Tensor | None"):
+        return f"None if {name} is None else ({tensor})"
+    return f"other({name})"
 
 
 @cache
@@ -66,33 +98,38 @@ def _factory(source: str) -> Callable[..., Call]:
     return make
 
 
-def _source(spec: OpSpec, first: Link, remembering: bool, *, quick: bool, dual: bool) -> str:
+def _source(spec: OpSpec, first: Link, remembering: bool) -> str:
     names = _Names(spec, first.left_out)
+    if_compiling = ["if _compiling():", f"    return _traced({names.forward})"]
     body = []
-    if dual:
-        body += ["if _compiling():", f"    return _traced({names.forward})"]
     if remembering:
         body += [
-            f"_args = {names.args}",
-            f"_link = _memory.get(_key(_args, {names.kwargs}))",
+            *if_compiling,
+            "try:",
+            f"    _link = _memory.get(_key({names.forward}))",
+            "except TypeError:",
+            "    _link = None",
             "if _link is None:",
-            f"    return _attempt(_args, {names.kwargs})",
-            *_guarded(f"_link.call(*_args{names.by_keyword})", f"_args, {names.kwargs}, _link"),
+            f"    return _attempt({names.args}, {names.kwargs})",
+            *_guarded(f"_link.call({names.forward})", f"{names.args}, {names.kwargs}, _link"),
         ]
     else:
-        if quick:
+        if first.impl.opaque:
+            body += if_compiling
+        if first.conditional:
             body += [
                 "try:",
                 f"    _fits = {_fits(spec, first)}",
                 "except AttributeError:",
                 "    _fits = False",
                 "if not _fits:",
+                *(f"    {line}" for line in if_compiling),
                 f"    return _attempt({names.args}, {names.kwargs})",
             ]
         body += _guarded(f"_fn({names.taken})", f"{names.args}, {names.kwargs}")
     lines = [
-        "def make(*, fn, plan, dtypes, key, compiling, defaults, again):",
-        "    _fn, _dtypes, _key, _compiling, _again = fn, dtypes, key, compiling, again",
+        "def make(*, fn, plan, dtypes, compiling, defaults, again):",
+        "    _fn, _dtypes, _compiling, _again, _key = fn, dtypes, compiling, again, plan.key",
         "    _memory, _attempt, _recover, _traced = plan.memory, plan.attempt, plan.recover, plan.traced",
         *(f"    _default_{name} = defaults[{name!r}]" for name in names.optional),
         f"    def {spec.name}({names.parameters}):",
@@ -140,7 +177,6 @@ class _Names:
         self.parameters = _parameters(parameters)
         self.args = f"({', '.join(position)}{',' if position else ''})"
         self.kwargs = f"{{{', '.join(f'{name!r}: {name}' for name in keyword)}}}"
-        self.by_keyword = "".join(f", {name}={name}" for name in keyword)
         self.forward = ", ".join([*position, *(f"{name}={name}" for name in keyword)])
         self.taken = ", ".join([*(n for n in position if n not in out), *(f"{n}={n}" for n in keyword if n not in out)])
 
@@ -160,12 +196,9 @@ def _parameters(parameters: list[Parameter]) -> str:
 def _generic(plan: OpPlan) -> Call:
     """The same without a known signature: for operators that have no specification."""
     first, recover, attempt, traced = plan.links[0], plan.recover, plan.attempt, plan.traced
-    fn, memory, compiling = first.call, plan.memory, fast_is_compiling()
-    dual = plan.traces_otherwise
+    fn, key, memory, compiling = first.call, plan.key, plan.memory, fast_is_compiling()
 
     def plain(*args: Any, **kwargs: Any) -> Any:
-        if dual and compiling():
-            return traced(*args, **kwargs)
         try:
             return fn(*args, **kwargs)
         except Exception as error:
@@ -175,9 +208,12 @@ def _generic(plan: OpPlan) -> Call:
             return answer
 
     def remembering(*args: Any, **kwargs: Any) -> Any:
-        if dual and compiling():
+        if compiling():
             return traced(*args, **kwargs)
-        link = memory.get(conditions(args, kwargs))
+        try:
+            link = memory.get(key(*args, **kwargs))
+        except TypeError:
+            link = None
         if link is None:
             return attempt(args, kwargs)
         try:

@@ -21,7 +21,6 @@ _DEVICE_FAULT = re.compile(
     r"|\bC(UBLAS|UDNN)_STATUS_",
     re.IGNORECASE,
 )
-_ACCELERATORS = ("cuda", "npu", "musa", "xpu", "mlu", "hpu")
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -162,7 +161,11 @@ def is_device_fault(error: BaseException) -> bool:
 def is_capturing() -> bool:
     """Whether the present stream of an initialised accelerator is capturing a graph. Never imports torch."""
     torch: Any = sys.modules.get("torch")
-    for name in _ACCELERATORS:
+    names = {"cuda"}
+    if accelerator := getattr(torch, "accelerator", None):
+        device = accelerator.current_accelerator()
+        names |= {device.type} if device is not None else set()
+    for name in names:
         module: Any = getattr(torch, name, None)
         ask = getattr(module, "is_current_stream_capturing", None)
         if ask is not None and module.is_initialized() and ask():

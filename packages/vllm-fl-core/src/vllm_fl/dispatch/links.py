@@ -53,6 +53,11 @@ class Link:
         return self.impl.impl_id
 
     @property
+    def dtype_objects(self) -> tuple[Any, ...]:
+        """The accepted dtypes, those of torch first: among a few, a search by identity beats a hash."""
+        return tuple(sorted(self.dtypes or (), key=lambda dtype: isinstance(dtype, str)))
+
+    @property
     def conditional(self) -> bool:
         """Whether it may refuse arguments before it is called."""
         return self.dtypes is not None or bool(self.left_out) or self.impl.supports is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -15,7 +16,8 @@ from vllm_fl.errors import FrozenError
 from vllm_fl.logging import get_logger
 
 from . import forks
-from .bound import BoundOp, deferred
+from .bindings import Bindings
+from .bound import BoundOp
 from .default import get_default_manager, reset_default_manager
 from .failures import FailureLog, FailureRecord
 from .initialization import register_everything
@@ -55,16 +57,11 @@ class OpManager:
         self._planner = Planner(self.registry, self.observers)
         self._plans: dict[str, OpPlan] = {}
         self._context_plans: dict[tuple[str, SelectionPolicy], OpPlan] = {}
-        self._bound: dict[str, BoundOp] = {}
-        self._table: dict[str, Call] = {}
-        self._pickle: Callable[[str], BoundOp] | None = None
-        self._installed: set[str] = set()
+        self._bindings = Bindings(self.find, self.look)
         self._frozen: str | None = None
         self.registry.subscribe(self)
         self._policies.subscribe(self)
         forks.reset_in_child(self)
-
-    # Calling
 
     def call(self, op_name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call an operator.
@@ -75,7 +72,7 @@ class OpManager:
             TypeError: the arguments do not fit the operator's signature.
         """
         try:
-            fn = self._table[op_name]
+            fn = self._bindings.table[op_name]
         except KeyError:
             fn = self.find(op_name)
         return fn(*args, **kwargs)
@@ -85,11 +82,10 @@ class OpManager:
 
         Nothing is resolved yet, and a wrong name is an error of the first call.
         """
-        bound = self._bound.get(op_name)
+        bound = self._bindings.bound.get(op_name)
         if bound is None:
             with self._lock:
-                bound = self._bound.setdefault(op_name, BoundOp(op_name, self._deferred(op_name), self._pickle))
-                self._table.setdefault(op_name, bound.fn)
+                bound = self._bindings.bind(op_name)
         return bound
 
     def find(self, op_name: str) -> Call:
@@ -100,8 +96,6 @@ class OpManager:
     def look(self, op_name: str) -> Call:
         """As :meth:`find`, and nothing is bound."""
         return self._plan(op_name).call
-
-    # Asking
 
     def resolve(self, op_name: str) -> Call:
         """The chosen implementation's own function. Raises as :meth:`call`."""
@@ -144,8 +138,6 @@ class OpManager:
         lines.append(f"strict={self._policies.get_policy().strict}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
-    # Failures
-
     def failures(self) -> list[FailureRecord]:
         """The first failure of each implementation, whole, oldest first."""
         return self.failure_log.records()
@@ -153,16 +145,14 @@ class OpManager:
     def get_failed_impls(self, op_name: str | None = None) -> dict[str, set[str]]:
         """The implementations that are out because they failed, by operator (one operator, or all that have any)."""
         with self._lock:
-            failed = {name: set(demoted) for name in self._bound if (demoted := self._demoted(name))}
+            failed = {name: set(demoted) for name in self._bindings.bound if (demoted := self._demoted(name))}
         return failed if op_name is None else {op_name: failed.get(op_name, set())}
 
     def clear_failed_impls(self, op_name: str | None = None) -> None:
         """Forget failures, of one operator or all: the implementations are tried again."""
         with self._lock:
             self.failure_log.clear(op_name)
-            self._reset(self._table if op_name is None else [op_name])
-
-    # Policy
+            self._reset(self._bindings.table if op_name is None else [op_name])
 
     @property
     def policy_epoch(self) -> int:
@@ -194,8 +184,6 @@ class OpManager:
         """Why the selection is frozen; None if it is not."""
         return self._frozen
 
-    # Watching
-
     def count_calls(self, enabled: bool = True) -> None:
         """Count from zero which implementation serves how many calls, or stop counting.
 
@@ -225,8 +213,6 @@ class OpManager:
             if self.selection(op_name).accepted:
                 self.find(op_name)
 
-    # Initialisation
-
     def ensure_initialized(self) -> None:
         """Register the installed backends and plug-ins, once; if this raises, the next call tries again.
 
@@ -246,28 +232,26 @@ class OpManager:
             finally:
                 self._initializing = False
 
-    # Told by the registry, the policy and the plans
-
     def registry_changed(self) -> None:
         with self._lock:
             self._planner.forget_environment()
             # Initialisation may run while Dynamo traces a deferred function, which must stay where it is.
-            self._reset(self._installed.copy() if self._initializing else self._table)
+            self._reset(self._bindings.installed.copy() if self._initializing else self._bindings.table)
 
     def policy_changed(self) -> None:
         with self._lock:
-            self._reset(self._table)
+            self._reset(self._bindings.table)
 
     def contexts_changed(self) -> None:
         with self._lock:
             if not self._policies.contexts_open:
                 self._context_plans.clear()
-            for op_name in list(self._table):
+            for op_name in list(self._bindings.table):
                 plan = self._plans.get(op_name)
                 if plan is not None:
                     self._install(plan)
                 else:
-                    self._defer(op_name)
+                    self._bindings.defer(op_name)
 
     def refuse_if_frozen(self, action: str) -> None:
         if self._frozen is not None:
@@ -290,47 +274,32 @@ class OpManager:
     def rebound(self, plan: OpPlan) -> None:
         with self._lock:
             # A deferred function stays where it is, lest code that was compiled through it be compiled again.
-            if self._plans.get(plan.op_name) is plan and plan.op_name in self._installed:
+            if self._plans.get(plan.op_name) is plan and plan.op_name in self._bindings.installed:
                 self._install(plan)
 
     def after_fork_in_child(self) -> None:
         self._lock = threading.RLock()
         self._initializing = False
         self._planner.forget_environment()
-        self._reset(self._table)
-
-    # Inside
+        self._reset(self._bindings.table)
 
     def adopt(self, bound: dict[str, BoundOp], table: dict[str, Call], pickle: Callable[[str], BoundOp]) -> None:
-        """Serve these bound operators, and keep the functions in `table` up to date.
-
-        Raises:
-            ValueError: the manager has bound operators of its own.
-        """
+        """Become the default manager: serve these bound operators. Raises ValueError if it has been used."""
         with self._lock:
-            if self._bound:
-                raise ValueError("a manager that has been used cannot become the default one")
-            self._bound, self._table, self._pickle = bound, table, pickle
+            self._bindings.adopt(bound, table, pickle)
 
     def disown(self) -> None:
         """Leave the bound operators to another manager."""
         with self._lock:
             self.thaw()
-            self._bound, self._table = {}, {}
-            self._installed.clear()
+            self._bindings.disown()
             self._plans.clear()
-
-    def _deferred(self, op_name: str) -> Call:
-        return deferred(lambda: self.find(op_name), lambda: self.look(op_name))
 
     def _looker(self, op_name: str) -> Callable[[], Call]:
         """:meth:`look` for a custom operator: it lives as long as the process and must not keep the manager alive."""
-        if self._pickle is None:
+        if self._bindings.pickle is None:
             return partial(_look, ref(self), op_name)
         return lambda: get_default_manager().look(op_name)
-
-    def _in_context(self, op_name: str) -> Call:
-        return deferred(lambda: self.look(op_name), lambda: self.look(op_name))
 
     def _reset(self, op_names: Iterable[str]) -> None:
         """Forget what was decided about these operators."""
@@ -338,23 +307,12 @@ class OpManager:
             self._plans.pop(op_name, None)
             for key in [key for key in self._context_plans if key[0] == op_name]:
                 del self._context_plans[key]
-            self._defer(op_name)
+            self._bindings.defer(op_name)
 
     def _install(self, plan: OpPlan) -> Call:
-        in_context = self._policies.contexts_open > 0
-        # In contexts always a new function: by it compiled code tells that the context may be another one.
-        fn = self._in_context(plan.op_name) if in_context else plan.call
-        self._point(plan.op_name, fn)
-        self._installed.add(plan.op_name)
-        return fn
-
-    def _defer(self, op_name: str) -> None:
-        self._point(op_name, self._deferred(op_name))
-        self._installed.discard(op_name)
-
-    def _point(self, op_name: str, fn: Call) -> None:
-        bound = self._bound.get(op_name) or self._bound.setdefault(op_name, BoundOp(op_name, fn, self._pickle))
-        bound.fn = self._table[op_name] = fn
+        if self._policies.contexts_open:
+            return self._bindings.install_lookup(plan.op_name)
+        return self._bindings.install(plan.op_name, plan.call)
 
     def _plan(self, op_name: str) -> OpPlan:
         """The plan under the policy that holds here and now."""
@@ -376,7 +334,9 @@ class OpManager:
         if plan is None:
             self.ensure_initialized()
             plan = self._plans[op_name] = self._build(op_name, self._policies.base_policy(), _NOBODY)
-            get_logger(__name__).debug("%s", plan.selection.explain())
+            logger = get_logger(__name__)
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("%s", plan.selection.explain())
         return plan
 
     def _demoted(self, op_name: str) -> Mapping[str, str]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from vllm_fl.catalog import OpSpec
 from vllm_fl.errors import NoImplementationError
 from vllm_fl.logging import get_logger
 
-from .codegen import AGAIN, make_call
-from .conditions import conditions
+from .codegen import AGAIN, make_call, make_key
 from .failures import FailureLog, add_note, cannot_retry, describe, make_record, name_arguments
 from .links import Call, Link
 from .selection import Selection
@@ -63,7 +63,8 @@ class OpPlan:
         self.strict = strict
         self.demoted = demoted
         self.remembering = False
-        self.memory: dict[Hashable, Link] = {}
+        self.memory: dict[Any, Link] = {}
+        self.key = make_key(spec)
         self.chain = _chain(self, opaque)
         self.traced = self.chain[0]
         self.call: Call = make_call(self)
@@ -71,12 +72,6 @@ class OpPlan:
     @property
     def op_name(self) -> str:
         return self.selection.op_name
-
-    @property
-    def traces_otherwise(self) -> bool:
-        """Whether torch.compile must see something else than what eager calls run."""
-        first = self.links[0]
-        return first.impl.opaque or first.conditional or self.remembering
 
     def attempt(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Serve a call by the first implementation that takes its arguments."""
@@ -106,12 +101,10 @@ class OpPlan:
 
     def remember(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], link: Link) -> None:
         """Let `link` serve the calls under the conditions of this one."""
-        key = conditions(args, kwargs)
-        if key is None:
-            return
         if len(self.memory) >= MEMORY_LIMIT:
             self.memory.clear()
-        self.memory[key] = link
+        with contextlib.suppress(TypeError):  # an argument that cannot be hashed
+            self.memory[self.key(*args, **kwargs)] = link
         if not self.remembering:
             self.remembering = True
             self.rebuild()

@@ -256,8 +256,8 @@ class PolicyManager:
             raise TypeError(f"expected a SelectionPolicy, got {policy!r}")
         self._refuse_if_frozen("policy_context")
         token = _override.set(_Override(policy, _override.get().depth + 1))
-        self._count_contexts(+1)
         try:
+            self._count_contexts(+1)
             yield policy
         finally:
             _override.reset(token)

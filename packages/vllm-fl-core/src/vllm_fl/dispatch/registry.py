@@ -61,8 +61,6 @@ class OpRegistry:
         self._frozen: str | None = None
         forks.reset_in_child(self)
 
-    # Writing
-
     def register_impl(self, impl: OpImpl) -> None:
         """Add one implementation.
 
@@ -136,8 +134,6 @@ class OpRegistry:
             for listener in list(self._listeners):
                 listener.registry_changed()
 
-    # Reading
-
     @property
     def generation(self) -> int:
         """Grows with each change."""
@@ -174,8 +170,6 @@ class OpRegistry:
     def has_source(self, source: str) -> bool:
         """Whether a transaction of that source has been committed."""
         return source in self._view().sources
-
-    # For the manager
 
     def subscribe(self, listener: RegistryListener) -> None:
         """Tell `listener`, which is held weakly, about changes."""

@@ -20,11 +20,16 @@ def runs_while_tracing(fn: _F) -> _F:
 
 @runs_while_tracing
 def is_compiling() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.compiler.is_compiling())
+    compiler = _torch_compiler()
+    return compiler is not None and bool(compiler.is_compiling())
 
 
 def fast_is_compiling() -> Callable[[], bool]:
     """As :func:`is_compiling` and cheaper to call; only for code that is rebuilt if torch is imported later."""
-    torch = sys.modules.get("torch")
-    return is_compiling if torch is None else torch.compiler.is_dynamo_compiling
+    compiler = _torch_compiler()
+    return is_compiling if compiler is None else compiler.is_dynamo_compiling
+
+
+def _torch_compiler() -> Any:
+    """``torch.compiler``, or None while torch is not imported, or not yet whole."""
+    return getattr(sys.modules.get("torch"), "compiler", None)

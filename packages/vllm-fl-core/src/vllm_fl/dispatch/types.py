@@ -61,7 +61,7 @@ class OpImpl:
             names (``"bfloat16"``); None accepts all.
         min_arch: smallest device capability as ``major * 10 + minor`` (90 for Hopper); None accepts all.
         supports: called with the operator's arguments: True, or False or a reason (str) why they do not fit. The
-            answer is remembered for those conditions: dtypes, device types, shapes and strides of the tensors, values
+            answer is remembered for those conditions: dtypes, devices, shapes and strides of the tensors, values
             of the other arguments. It must depend on nothing else and write nothing.
         opaque: torch.compile must not trace ``fn``; it is put behind a ``torch.library`` operator.
 

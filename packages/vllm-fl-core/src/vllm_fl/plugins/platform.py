@@ -86,6 +86,8 @@ def _ask(backend: InstalledBackend) -> Availability:
     if plugin.probe is None:
         if plugin.fallback:
             return AVAILABLE
+        if plugin.platform is None:
+            return Availability(False, "it brings no platform")
         return Availability(False, f"it declares no probe; {PLATFORM_ENV}={plugin.name} asks for it")
     try:
         answer = load_object(plugin.probe)()

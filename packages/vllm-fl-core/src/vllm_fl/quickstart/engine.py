@@ -191,7 +191,7 @@ def require_vllm() -> None:
         if find_spec(module) is None:
             raise CommandError(
                 f"The package {module} is not installed.",
-                "On a clone, `make quickstart` makes an environment that has everything; elsewhere install vLLM first.",
+                "On a clone, `make quickstart` makes an environment that has it; elsewhere install it first.",
                 Exit.MISSING,
             )
 

@@ -1,4 +1,11 @@
-"""Every operator of the catalogue in PyTorch: float32 or wider inside, any device, any strides."""
+"""PyTorch implementations of the whole catalogue, under the operators' names. Importing this imports torch.
+
+Sums are accumulated in float32, in float64 for float64 inputs. Everything runs on any device that PyTorch has, takes
+any strides, and gives contiguous results. What torch.compile may trace, it can trace without a graph break: all but
+the chunked delta rule, which reads the sequence lengths on the host.
+"""
+
+from __future__ import annotations
 
 from .activation import gelu_and_mul, silu_and_mul
 from .attention import attention_backend, compute_slot_mapping, reshape_and_cache

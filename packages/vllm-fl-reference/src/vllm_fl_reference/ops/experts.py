@@ -22,10 +22,10 @@ _SWIGLUOAI_ALPHA, _SWIGLUOAI_LIMIT = 1.702, 7.0
 
 
 def _swigluoai_and_mul(x: Tensor) -> Tensor:
-    """gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``, both clamped; gates at even places, ups at odd ones."""
-    pairs = x.to(compute_dtype(x.dtype))
-    gate = pairs[..., 0::2].clamp(max=_SWIGLUOAI_LIMIT)
-    up = pairs[..., 1::2].clamp(-_SWIGLUOAI_LIMIT, _SWIGLUOAI_LIMIT)
+    """gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``, both clamped; gates in the first half."""
+    gate, up = x.to(compute_dtype(x.dtype)).chunk(2, -1)
+    gate = gate.clamp(max=_SWIGLUOAI_LIMIT)
+    up = up.clamp(-_SWIGLUOAI_LIMIT, _SWIGLUOAI_LIMIT)
     return (up.add_(1) * gate).mul_(gate.mul(_SWIGLUOAI_ALPHA).sigmoid_()).to(x.dtype)
 
 

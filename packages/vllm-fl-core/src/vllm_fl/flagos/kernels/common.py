@@ -11,13 +11,13 @@ GRID_ROWS = 32768
 
 
 class Rows(NamedTuple):
-    """The rows of a tensor: `count` rows; `inner` neighbours are `inner_stride` apart, groups of them `outer_stride`.
+    """The rows of a tensor: `rows` of them; `inner` neighbours are `inner_stride` apart, groups of them `outer_stride`.
 
     `tensor` is the one to read: the given one, or a copy if its rows have no such layout.
     """
 
     tensor: Tensor
-    count: int
+    rows: int
     inner: int
     outer_stride: int
     inner_stride: int
@@ -46,10 +46,12 @@ def rows_of(name: str, x: Tensor, width: int) -> Rows:
         NotImplementedError: the last dimension is not contiguous.
     """
     need_unit_stride(name, x)
+    if x.numel() == 0:
+        return Rows(x, 0, 1, 0, 0)
     size = x.shape[-1]
-    count = x.numel() // width
+    rows = x.numel() // width
     # Decided by the number of dimensions alone: by its strides, a batch of one token could take another way than two.
     if x.dim() == 3 and width == size:
-        return Rows(x, count, x.shape[1], x.stride(0), x.stride(1))
+        return Rows(x, rows, x.shape[1], x.stride(0), x.stride(1))
     flat = x if x.dim() == 2 else x.reshape(-1, size)
-    return Rows(flat, count, size // width, flat.stride(0), width)
+    return Rows(flat, rows, size // width, flat.stride(0), width)

@@ -114,9 +114,8 @@ def _rms_norm_gated(
     y *= tl.rsqrt(tl.sum(y * y, 1) / width + epsilon)[:, None]
     w_at = ((row % groups) * width)[:, None] + column[None, :]
     y *= tl.load(weight + w_at, mask=inside, other=0.0).to(tl.float32)
-    if HAS_GATE:
-        if NORM_FIRST:
-            y *= g
+    if HAS_GATE and NORM_FIRST:
+        y *= g
     tl.store(out + row.to(tl.int64)[:, None] * width + column[None, :], y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -144,11 +143,11 @@ def _normalize(
     read_residual = read if residual is None else rows_of("residual", residual, width)
     out = x.new_empty(x.shape)
     total = None if residual is None else residual.new_empty(residual.shape)
-    if read.count:
+    if read.rows:
         kernel, block, per_program = _shape(width)
-        kernel[(triton.cdiv(read.count, per_program),)](
+        kernel[(triton.cdiv(read.rows, per_program),)](
             read.tensor, None if residual is None else read_residual.tensor, weight, out, total,
-            read.count, width, epsilon, *read[2:], *read_residual[2:],
+            read.rows, width, epsilon, *read[2:], *read_residual[2:],
             HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, OFFSET=offset,
             ROWS=per_program, BLOCK=block, num_warps=warps_for(per_program * block),
         )  # fmt: skip
@@ -183,11 +182,11 @@ def rms_norm_gated(
     read = rows_of("x", x, width)
     read_gate = read if gate is None else rows_of("gate", gate, width)
     out = x.new_empty(x.shape)
-    if read.count:
+    if read.rows:
         per_program = max(_TILE // block, 1)
-        _rms_norm_gated[(triton.cdiv(read.count, per_program),)](
+        _rms_norm_gated[(triton.cdiv(read.rows, per_program),)](
             read.tensor, None if gate is None else read_gate.tensor, weight, out,
-            read.count, width, x.shape[-1] // width, epsilon, *read[2:], *read_gate[2:],
+            read.rows, width, x.shape[-1] // width, epsilon, *read[2:], *read_gate[2:],
             HAS_GATE=gate is not None, NORM_FIRST=norm_before_gate, KIND=_GATES[activation],
             ROWS=per_program, BLOCK=block, num_warps=warps_for(per_program * block),
         )  # fmt: skip

@@ -1,11 +1,11 @@
 """Quantised linear layers: dynamic quantisation to float8 by groups, and the product of scaled matrices.
 
-The product is a tiled one with float32 (int32 for int8) accumulation; scales of tensors, rows and columns are applied at
-the end, those of groups and blocks after each step of K, whose length divides the group. The tile follows from the
+The product is a tiled one with float32 (int32 for int8) accumulation; scales of tensors, rows and columns are applied
+at the end, those of groups and blocks after each step of K, whose length divides the group. The tile follows from the
 number of rows, so that a weight is compiled for three tiles at most.
 
-Products of float8 need a device of capability 8.9 or above; int8 runs on all. Quantisation runs on all: where the device
-cannot convert to float8 the kernel does it bit by bit.
+Products of float8 need a device of capability 8.9 or above; int8 runs on all. Quantisation runs on all: where the
+device cannot convert to float8 the kernel does it bit by bit.
 """
 
 from __future__ import annotations
@@ -56,10 +56,7 @@ def _quantize_groups(
         exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
     value = tl.minimum(tl.maximum(tl.div_rn(value, tl.broadcast_to(scale[:, None], value.shape)), -448.0), 448.0)
-    if CONVERTS:
-        result = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        result = _float8_bits(value)
+    result = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if CONVERTS else _float8_bits(value)
     tl.store(quantized + row[:, None] * size + column[None, :], result, mask=mask)
     scale_at = (row // groups) * scale_row_stride + (row % groups) * scale_group_stride
     tl.store(scales + scale_at, scale, mask=row < rows)
@@ -78,12 +75,12 @@ def per_token_group_quant_fp8(
         scales = x.new_empty((groups, x.shape[0]), dtype=torch.float32).t()
     else:
         scales = x.new_empty((*x.shape[:-1], groups), dtype=torch.float32)
-    if read.count:
+    if read.rows:
         block = power_of_2(group_size)
         per_program = max(_TILE // block, 1)
         row_stride, group_stride = (groups, 1) if scales.dim() != 2 else scales.stride()
-        _quantize_groups[(triton.cdiv(read.count, per_program),)](
-            read.tensor, quantized.view(torch.uint8), scales, read.count, groups, group_size, eps, row_stride,
+        _quantize_groups[(triton.cdiv(read.rows, per_program),)](
+            read.tensor, quantized.view(torch.uint8), scales, read.rows, groups, group_size, eps, row_stride,
             group_stride, *read[2:], POWER_OF_2=use_ue8m0, CONVERTS=_has_float8(x), ROWS=per_program, BLOCK=block,
             num_warps=warps_for(per_program * block),
         )  # fmt: skip

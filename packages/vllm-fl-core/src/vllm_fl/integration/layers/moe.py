@@ -158,7 +158,7 @@ class FLFusedTopKBiasRouter(FusedTopKBiasRouter):
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor, indices_type: torch.dtype | None, **kwargs: Any
     ) -> Any:
         table = getattr(self, "_hash_indices_table", None)
-        if self.scoring_func not in _SCORING or table is not None or getattr(self, "num_fused_shared_experts", 0):
+        if self.scoring_func not in _SCORING or table is not None or getattr(self, "num_fused_shared_experts", False):
             return super()._compute_routing(hidden_states, router_logits, indices_type, **kwargs)
         return _topk(self, router_logits, indices_type, self.e_score_correction_bias)
 
@@ -199,7 +199,7 @@ def dispatched_router(router: Any) -> Any:
     ours = _ROUTERS.get(type(router))
     if ours is None:
         return router
-    copy = object.__new__(ours)
+    copy: Any = object.__new__(ours)
     copy.__dict__.update(router.__dict__)
     return copy
 

@@ -1,0 +1,262 @@
+"""FlagGems behind the catalogue's operators, where it computes what they mean; imported at the first call in a process.
+
+FlagGems initialises the device while it is imported, so that must not happen in a process that starts others. Operators
+are called only where the model runs, in the workers, and so is :func:`vllm_fl.flagos.aten.enable_aten`.
+
+An operator refuses (NotImplementedError, before anything is written) what FlagGems' kernel takes without an error and
+computes otherwise: layouts that it does not look at, choices that it does not know.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_fl.logging import get_logger
+
+_GELU = ("none", "tanh")
+_MOST_CHOICES = 32  # of experts a token, and of groups
+_MOST_EXPERTS = 1024
+
+
+def gems() -> Any:
+    """The module ``flag_gems``.
+
+    Raises:
+        NotImplementedError: it cannot be imported, so that another implementation serves the call.
+    """
+    module = _import()
+    if isinstance(module, str):
+        raise NotImplementedError(module)
+    return module
+
+
+@functools.cache
+def _import() -> Any:
+    """The module, or why it cannot be imported; tried once a process."""
+    _set_environment()
+    try:
+        module = importlib.import_module("flag_gems")
+    except Exception as error:  # it looks for devices, reads databases and runs programs while it is imported
+        reason = f"importing flag_gems raised {type(error).__name__}: {error}"
+        get_logger(__name__).warning("FlagGems is not used: %s", reason)
+        return reason
+    _repair_launches()
+    return module
+
+
+def _set_environment() -> None:
+    """Say what FlagGems would otherwise find out by running every vendor's programs, and part the workers' databases.
+
+    It keeps tuned configurations in SQLite without a waiting time: workers that share a file stop each other with
+    "database is locked". Variables that are set already stay.
+    """
+    vendor = _vendor()
+    if vendor is not None:
+        os.environ.setdefault("GEMS_VENDOR", vendor)
+    if "FLAGGEMS_DB_URL" not in os.environ:
+        cache = os.environ.get("FLAGGEMS_CACHE_DIR")
+        folder = (Path(cache) if cache else Path.home() / ".flaggems") / "config_cache"
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ["FLAGGEMS_DB_URL"] = f"sqlite:///{folder / f'vllm_fl_rank{_rank()}.db'}"
+
+
+def _vendor() -> str | None:
+    """The platform's vendor, else that of Triton's driver; FlagGems has them by the same names."""
+    from vllm_fl.plugins import resolve_platform
+
+    from .availability import triton_info
+
+    plugin = resolve_platform().plugin
+    if plugin is not None and plugin.vendor is not None:
+        return plugin.vendor
+    info = triton_info()
+    return info.drivers[0] if info is not None and info.drivers else None
+
+
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return int(torch.distributed.get_rank())
+    return int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
+
+
+def _repair_launches() -> None:
+    """Have FlagGems pass compile-time constants to Triton 3.7 and later, as it does to 3.3 to 3.6.
+
+    Its launcher (``LibEntry``) leaves them out from 3.7 on, where Triton still counts them: kernels then read their
+    arguments from the wrong places. Needed by FlagGems 5.0.2 and its sources of August 2026; recognised by the minor
+    version that the launcher decides by; can go when no supported FlagGems needs it (its issue 3353).
+    """
+    # The package has a function of the same name in the place of the submodule.
+    launcher: Any = sys.modules.get("flag_gems.utils.libentry")
+    if launcher is not None and getattr(launcher, "major_version", 0) == 3 and launcher.minor_version > 6:
+        launcher.minor_version = 6
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """See :func:`vllm_fl.catalog.activation.silu_and_mul`."""
+    flag_gems = gems()
+    d = x.shape[-1] // 2
+    out = x.new_empty((*x.shape[:-1], d))
+    if out.numel():
+        flag_gems.silu_and_mul_out(x[..., :d], x[..., d:], out)
+    return out
+
+
+def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+    """See :func:`vllm_fl.catalog.activation.gelu_and_mul`."""
+    _refuse(approximate not in _GELU, f"approximate: {approximate!r} is not one of {', '.join(_GELU)}")
+    flag_gems = gems()
+    d = x.shape[-1] // 2
+    if x.numel() == 0:
+        return x.new_empty((*x.shape[:-1], d))
+    return flag_gems.gelu_and_mul(x[..., :d], x[..., d:], approximate).contiguous()
+
+
+def rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, epsilon: float
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See :func:`vllm_fl.catalog.normalization.rms_norm`."""
+    if weight is None:
+        raise NotImplementedError("weight: FlagGems needs one")
+    flag_gems = gems()
+    shape = (x.shape[-1],)
+    if residual is None:
+        return flag_gems.rms_norm(x, shape, weight, epsilon) if x.numel() else x.new_empty(x.shape)
+    # FlagGems works in place, the operator does not.
+    out, total = (t.clone(memory_format=torch.contiguous_format) for t in (x, residual))
+    if x.numel():
+        out, total = flag_gems.fused_add_rms_norm(out, total, shape, weight, epsilon)
+    return out, total
+
+
+def rotary_embedding(
+    query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor, is_neox_style: bool
+) -> tuple[Tensor, Tensor] | Tensor:
+    """See :func:`vllm_fl.catalog.rotary.rotary_embedding`."""
+    if key is None:
+        raise NotImplementedError("key: FlagGems rotates a query only together with a key")
+    _refuse(cos.stride(-1) != 1 or sin.stride(-1) != 1, "cos, sin: FlagGems needs contiguous rows")
+    flag_gems = gems()
+    if query.shape[0] == 0:
+        return query.new_empty(query.shape), key.new_empty(key.shape)
+    rotated = 2 * cos.shape[-1]
+    parts = flag_gems.apply_rotary_pos_emb(
+        query[..., :rotated], key[..., :rotated], cos, sin, position_ids.contiguous(), not is_neox_style
+    )
+    if rotated == query.shape[-1]:
+        return parts[0].contiguous(), parts[1].contiguous()
+    return torch.cat((parts[0], query[..., rotated:]), -1), torch.cat((parts[1], key[..., rotated:]), -1)
+
+
+def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """See :func:`vllm_fl.catalog.attention.reshape_and_cache`."""
+    heads, size = key.shape[1:]
+    for name, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        _refuse(rows.shape[2] != size, f"{name}: FlagGems needs keys and values of one size")
+        _refuse(rows.dtype != cache.dtype, f"{name}: FlagGems does not convert {rows.dtype} to {cache.dtype}")
+        _refuse(rows.stride()[1:] != (size, 1), f"{name}: FlagGems needs the heads of a token one after another")
+        # [blocks, H, block_size, D]: FlagGems looks at the stride of a block only.
+        token_first = cache.stride()[1:] == (size, heads * size, 1)
+        _refuse(not token_first, f"{name}_cache: FlagGems needs blocks of contiguous [block_size, H, D]")
+    _refuse(key_cache.stride(0) != value_cache.stride(0), "key_cache, value_cache: FlagGems needs equal strides")
+    flag_gems = gems()
+    if slot_mapping.numel() and heads:
+        flag_gems.reshape_and_cache_flash(
+            key, value, key_cache.transpose(1, 2), value_cache.transpose(1, 2), slot_mapping.contiguous(),
+            "auto", None, None,
+        )  # fmt: skip
+
+
+def topk_softmax(
+    topk_weights: Tensor,
+    topk_indices: Tensor,
+    token_expert_indices: Tensor,
+    gating_output: Tensor,
+    renormalize: bool = False,
+    e_score_correction_bias: Tensor | None = None,
+) -> None:
+    """See :func:`vllm_fl.catalog.moe.topk_softmax`."""
+    experts, topk = gating_output.shape[1], topk_weights.shape[1]
+    _refuse(e_score_correction_bias is not None, "e_score_correction_bias: FlagGems takes none")
+    _refuse(topk > _MOST_CHOICES, f"topk: {topk}, FlagGems takes at most {_MOST_CHOICES}")
+    _refuse(experts > _MOST_EXPERTS, f"gating_output: {experts} experts, FlagGems takes at most {_MOST_EXPERTS}")
+    outputs = (topk_weights, topk_indices, token_expert_indices)
+    _refuse(not all(t.is_contiguous() for t in outputs), "FlagGems needs contiguous results")
+    flag_gems = gems()
+    if topk_weights.numel():
+        flag_gems.topk_softmax(*outputs, gating_output.contiguous(), renormalize)
+
+
+def grouped_topk(
+    scores: Tensor,
+    n_group: int,
+    topk_group: int,
+    topk: int,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    bias: Tensor | None = None,
+    scoring_func: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`vllm_fl.catalog.moe.grouped_topk`."""
+    _refuse(bias is None, "bias: FlagGems needs one, and scores groups by their two highest experts only")
+    _refuse(topk & (topk - 1) != 0 or topk > _MOST_CHOICES, f"topk: {topk}, FlagGems takes 1, 2, 4, 8, 16 or 32")
+    _refuse(n_group > _MOST_CHOICES, f"n_group: {n_group}, FlagGems takes at most {_MOST_CHOICES}")
+    _refuse(scores.dtype != torch.float32, f"scores: FlagGems rounds biased scores to {scores.dtype}")
+    _refuse(scoring_func not in (0, 1, 2), f"scoring_func: {scoring_func} is not one of 0, 1, 2")
+    flag_gems = gems()
+    if scoring_func:
+        scores = scores.sigmoid() if scoring_func == 1 else scores.softmax(-1)
+    if scores.shape[0] == 0:
+        return scores.new_empty((0, topk)), scores.new_empty((0, topk), dtype=torch.int32)
+    weights, ids = flag_gems.grouped_topk(
+        scores.contiguous(), n_group, topk_group, topk, renormalize, routed_scaling_factor, bias, 0
+    )
+    return weights, ids
+
+
+def moe_sum(input: Tensor, output: Tensor) -> None:
+    """See :func:`vllm_fl.catalog.moe.moe_sum`."""
+    _refuse(input.stride(-1) != 1 or output.stride(-1) != 1, "FlagGems needs a contiguous last dimension")
+    flag_gems = gems()
+    if output.numel():
+        flag_gems.moe_sum(input, output)
+
+
+def fused_experts(
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    w1_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+) -> Tensor:
+    """See :func:`vllm_fl.catalog.moe.fused_experts`."""
+    _refuse(activation != "silu", f"activation: {activation!r}, FlagGems has 'silu' only")
+    # An expert that lives elsewhere has id -1 after the map, and FlagGems' grouping counts it as another one.
+    _refuse(expert_map is not None, "expert_map: FlagGems does not leave out experts of other ranks")
+    _refuse(w1_bias is not None or w2_bias is not None, "w1_bias, w2_bias: not tried with FlagGems")
+    _refuse(w1.stride(-1) != 1 or w2.stride(-1) != 1, "w1, w2: FlagGems needs a contiguous last dimension")
+    flag_gems = gems()
+    if hidden_states.numel() == 0:
+        return hidden_states.new_empty(hidden_states.shape)
+    return flag_gems.fused_experts_impl(
+        hidden_states.contiguous(), w1, w2, topk_weights.contiguous(), topk_ids.contiguous(),
+        inplace=False, activation=activation, apply_router_weight_on_input=apply_router_weight_on_input,
+    )  # fmt: skip
+
+
+def _refuse(condition: bool, reason: str) -> None:
+    if condition:
+        raise NotImplementedError(reason)

@@ -1,0 +1,362 @@
+"""The wrappers around FlagGems: what they hand over, what they refuse, what they replace in ATen.
+
+FlagGems itself needs a device. Without one a stand-in takes its place, so that layouts, orders of arguments and
+refusals are tested; with one, and FlagGems installed, its own kernels are compared with the reference.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import fake_flag_gems
+import pytest
+import torch
+from kernel_inputs import DEVICE, check, cut, maker
+
+from vllm_fl.catalog import CATALOG
+from vllm_fl.config import ConfigProblems, Origin, Settings
+from vllm_fl.dispatch.types import AVAILABLE, Availability
+from vllm_fl.flagos import aten, availability, flaggems
+from vllm_fl.flagos.register import FLAGGEMS_OPERATORS
+from vllm_fl.logging import get_logger
+from vllm_fl.plugins import PlatformChoice, load_object
+
+USE_FLAGGEMS = Origin("environment", "environment variable USE_FLAGGEMS")
+WHITELIST = Origin("environment", "environment variable VLLM_FL_FLAGOS_WHITELIST")
+BLACKLIST = Origin("file", "my.yaml:3:1")
+
+
+@pytest.fixture
+def flag_gems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
+    """The stand-in, as an installed FlagGems that nothing has imported yet."""
+    module = fake_flag_gems.make()
+    monkeypatch.setitem(sys.modules, "flag_gems", module)
+    for name in ("GEMS_VENDOR", "FLAGGEMS_DB_URL", "RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")  # so that what the import sets is taken back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("FLAGGEMS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("vllm_fl.plugins.resolve_platform", lambda: PlatformChoice(None, "none"))
+    monkeypatch.setattr(
+        availability, "triton_info", lambda: availability.TritonInfo("3.6.0", "triton 3.6.0", False, ("acme",))
+    )
+    monkeypatch.setattr(aten, "flaggems_aten", lambda: AVAILABLE)
+    aten._done.clear()
+    flaggems._import.cache_clear()
+    yield module
+    flaggems._import.cache_clear()
+    aten._done.clear()
+
+
+usefixtures = pytest.mark.usefixtures("flag_gems")
+
+
+@usefixtures
+@pytest.mark.parametrize("shape", [(5, 24), (2, 3, 16), (0, 8)], ids=str)
+def test_activations(shape: tuple[int, ...]) -> None:
+    x = maker().normal(*shape)
+    check(flaggems.silu_and_mul, "silu_and_mul", x)
+    check(flaggems.silu_and_mul, "silu_and_mul", cut(x, shape[-1] + 8))
+    check(flaggems.gelu_and_mul, "gelu_and_mul", x, "none")
+    check(flaggems.gelu_and_mul, "gelu_and_mul", x, "tanh")
+
+
+@usefixtures
+@pytest.mark.parametrize("shape", [(5, 24), (2, 3, 16), (0, 8)], ids=str)
+def test_norm_leaves_its_arguments_alone(shape: tuple[int, ...]) -> None:
+    make = maker()
+    x, weight = make.normal(*shape), make.normal(shape[-1])
+    check(flaggems.rms_norm, "rms_norm", x, None, weight, 1e-6)
+    check(flaggems.rms_norm, "rms_norm", cut(x, 64), make.normal(*shape), weight, 1e-6)
+
+
+@usefixtures
+@pytest.mark.parametrize("neox", [True, False], ids=["neox", "interleaved"])
+@pytest.mark.parametrize("rotated", [16, 8])
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_rotary(neox: bool, rotated: int, tokens: int) -> None:
+    make = maker()
+    cos, sin = make.normal(10, rotated).chunk(2, -1)
+    positions = make.integers(0, 10, tokens, dtype=torch.int64)
+    query, key = make.normal(tokens, 4, 16), make.normal(2, tokens, 16).transpose(0, 1)
+    check(flaggems.rotary_embedding, "rotary_embedding", query, key, cos, sin, positions, neox)
+
+
+@usefixtures
+def test_cache_of_whole_blocks() -> None:
+    make = maker()
+    key_cache, value_cache = make.normal(2, 4, 8, 3, 16).transpose(2, 3)
+    slots = torch.tensor([9, -1, 30, 0], device=DEVICE)
+    key, value = make.normal(5, 3, 16), make.normal(5, 3, 16)
+    check(flaggems.reshape_and_cache, "reshape_and_cache", key, value, key_cache, value_cache, slots)
+
+
+@usefixtures
+def test_routing_and_experts() -> None:
+    make = maker()
+    logits = make.normal(5, 8)
+    outputs = (
+        make.full(7.0, 5, 2),
+        make.full(7, 5, 2, dtype=torch.int32),
+        make.full(7, 5, 2, dtype=torch.int32),
+    )
+    check(flaggems.topk_softmax, "topk_softmax", *outputs, logits, True)
+    for scoring in (0, 1, 2):
+        scores = logits.softmax(-1) if scoring == 0 else logits
+        check(flaggems.grouped_topk, "grouped_topk", scores, 4, 2, 2, True, 2.5, make.normal(8, scale=0.1), scoring)
+    check(flaggems.moe_sum, "moe_sum", make.normal(5, 2, 12), make.full(7.0, 5, 12))
+    w1, w2 = make.normal(8, 12, 16, scale=0.2), make.normal(8, 16, 6, scale=0.2)
+    ids = make.integers(0, 8, 5, 2)
+    check(flaggems.fused_experts, "fused_experts", make.normal(5, 16), w1, w2, make.uniform(0, 1, 5, 2), ids)
+    check(flaggems.fused_experts, "fused_experts", make.normal(0, 16), w1, w2, make.normal(0, 2), ids[:0])
+
+
+def _cache_arguments(**changed: Any) -> tuple[Any, ...]:
+    rows, cache = torch.zeros(2, 3, 16), torch.zeros(4, 8, 3, 16).transpose(1, 2)
+    arguments = {"key": rows, "value": rows, "key_cache": cache, "value_cache": cache, "slots": torch.arange(2)}
+    return tuple({**arguments, **changed}.values())
+
+
+ROWS, EXPERTS, IDS = torch.zeros(2, 8), torch.zeros(4, 8, 8), torch.zeros(2, 2, dtype=torch.int32)
+BOTH = torch.zeros(4, 8, 3, 32).transpose(1, 2)
+
+
+@usefixtures
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("gelu_and_mul", (ROWS, "quick"), "approximate: 'quick' is not one of none, tanh"),
+        ("rms_norm", (ROWS, None, None, 1e-6), "weight: FlagGems needs one"),
+        (
+            "rotary_embedding",
+            (EXPERTS, None, ROWS, ROWS, IDS[0], True),
+            "key: FlagGems rotates a query only together with a key",
+        ),
+        (
+            "reshape_and_cache",
+            _cache_arguments(key_cache=torch.zeros(4, 3, 8, 16)),
+            "key_cache: FlagGems needs blocks of contiguous [block_size, H, D]",
+        ),
+        (
+            "reshape_and_cache",
+            _cache_arguments(key_cache=BOTH[..., :16], value_cache=BOTH[..., 16:]),
+            "key_cache: FlagGems needs blocks of contiguous [block_size, H, D]",
+        ),
+        (
+            "reshape_and_cache",
+            _cache_arguments(value=torch.zeros(2, 3, 16, dtype=torch.float16)),
+            "value: FlagGems does not convert torch.float16 to torch.float32",
+        ),
+        (
+            "reshape_and_cache",
+            _cache_arguments(value=torch.zeros(2, 16, 3).transpose(1, 2)),
+            "value: FlagGems needs the heads of a token one after another",
+        ),
+        (
+            "topk_softmax",
+            (torch.zeros(2, 2), IDS, IDS, ROWS, False, torch.zeros(8)),
+            "e_score_correction_bias: FlagGems takes none",
+        ),
+        (
+            "topk_softmax",
+            (torch.zeros(2, 2), IDS, IDS, torch.zeros(2, 2000)),
+            "gating_output: 2000 experts, FlagGems takes at most 1024",
+        ),
+        (
+            "grouped_topk",
+            (ROWS, 2, 1, 2, True, 1.0),
+            "bias: FlagGems needs one, and scores groups by their two highest experts only",
+        ),
+        (
+            "grouped_topk",
+            (ROWS, 2, 1, 3, True, 1.0, torch.zeros(8)),
+            "topk: 3, FlagGems takes 1, 2, 4, 8, 16 or 32",
+        ),
+        (
+            "grouped_topk",
+            (ROWS.half(), 2, 1, 2, True, 1.0, torch.zeros(8)),
+            "scores: FlagGems rounds biased scores to torch.float16",
+        ),
+        ("moe_sum", (EXPERTS.transpose(1, 2)[..., ::2], ROWS), "FlagGems needs a contiguous last dimension"),
+        ("fused_experts", (ROWS, EXPERTS, EXPERTS, ROWS, IDS, "gelu"), "activation: 'gelu', FlagGems has 'silu' only"),
+        (
+            "fused_experts",
+            (ROWS, EXPERTS, EXPERTS, ROWS, IDS, "silu", False, IDS[0]),
+            "expert_map: FlagGems does not leave out experts of other ranks",
+        ),
+    ],
+)
+def test_refusals(name: str, arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(NotImplementedError) as caught:
+        getattr(flaggems, name)(*arguments)
+    assert str(caught.value) == message
+
+
+@usefixtures
+def test_import_says_vendor_and_parts_the_databases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    flaggems.gems()
+    assert os.environ["GEMS_VENDOR"] == "acme"
+    assert os.environ["FLAGGEMS_DB_URL"] == f"sqlite:///{tmp_path / 'config_cache' / 'vllm_fl_rank3.db'}"
+    assert (tmp_path / "config_cache").is_dir()
+
+
+@usefixtures
+def test_import_leaves_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMS_VENDOR", "mine")
+    monkeypatch.setenv("FLAGGEMS_DB_URL", "sqlite:///:memory:")
+    flaggems.gems()
+    assert (os.environ["GEMS_VENDOR"], os.environ["FLAGGEMS_DB_URL"]) == ("mine", "sqlite:///:memory:")
+
+
+@usefixtures
+def test_the_platform_decides_the_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = PlatformChoice(SimpleNamespace(vendor="chipmaker"), "its probe succeeds")  # type: ignore[arg-type]
+    monkeypatch.setattr("vllm_fl.plugins.resolve_platform", lambda: choice)
+    flaggems.gems()
+    assert os.environ["GEMS_VENDOR"] == "chipmaker"
+
+
+@usefixtures
+@pytest.mark.parametrize(("minor", "left"), [(6, 6), (7, 6), (9, 6)])
+def test_launches_are_repaired(minor: int, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = SimpleNamespace(major_version=3, minor_version=minor)
+    monkeypatch.setitem(sys.modules, "flag_gems.utils.libentry", launcher)  # type: ignore[arg-type]
+    flaggems.gems()
+    assert launcher.minor_version == left
+
+
+@usefixtures
+def test_an_import_that_fails_is_a_refusal_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(name: str) -> None:
+        raise RuntimeError("No device were detected on your machine !")
+
+    monkeypatch.setattr(flaggems.importlib, "import_module", fail)
+    monkeypatch.setattr(get_logger("vllm_fl"), "propagate", True)
+    reason = "importing flag_gems raised RuntimeError: No device were detected on your machine !"
+    for _ in range(2):
+        with pytest.raises(NotImplementedError) as caught:
+            flaggems.silu_and_mul(ROWS)
+        assert str(caught.value) == reason
+    said = [r.getMessage() for r in caplog.records if "FlagGems" in r.getMessage()]
+    assert said == [f"FlagGems is not used: {reason}"]
+
+
+def settings(**values: Any) -> Settings:
+    places = {"use_flaggems": USE_FLAGGEMS, "flagos_whitelist": WHITELIST, "flagos_blacklist": BLACKLIST}
+    origins: dict[tuple[str, ...], Origin] = {(key,): places[key] for key in values if key in places}
+    for key in ("flagos_whitelist", "flagos_blacklist"):
+        origins.update({(key, name): places[key] for name in values.get(key) or ()})
+    return Settings(**values, origins=origins)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({}, "neither use_flaggems (USE_FLAGGEMS) nor flagos_whitelist is set"),
+        ({"flagos_blacklist": frozenset({"mm"})}, "neither use_flaggems (USE_FLAGGEMS) nor flagos_whitelist is set"),
+        ({"use_flaggems": False}, f"use_flaggems is off ({USE_FLAGGEMS})"),
+        ({"use_flaggems": False, "flagos_whitelist": frozenset({"mm"})}, f"use_flaggems is off ({USE_FLAGGEMS})"),
+        ({"prefer_enabled": False, "use_flaggems": True}, "vllm-fl is switched off (default)"),
+        (
+            {"flagos_whitelist": frozenset({"rms_norm", "silu_and_mul"})},
+            f"flagos_whitelist names no ATen function ({WHITELIST})",
+        ),
+    ],
+)
+def test_aten_stays(flag_gems: Any, values: dict[str, Any], reason: str) -> None:
+    assert aten.enable_aten(settings(**values)) == aten.AtenReplacement((), reason)
+    assert flag_gems.registered == []
+
+
+@pytest.mark.parametrize(
+    ("values", "functions"),
+    [
+        ({"use_flaggems": True}, ["mm", "mm_out", "rms_norm_aten", "softmax"]),
+        ({"use_flaggems": True, "flagos_blacklist": frozenset({"mm"})}, ["rms_norm_aten", "softmax"]),
+        ({"use_flaggems": True, "flagos_blacklist": frozenset({"_softmax", "mm_out"})}, ["mm", "rms_norm_aten"]),
+        ({"flagos_whitelist": frozenset({"mm", "rms_norm"})}, ["mm", "mm_out"]),
+        ({"flagos_whitelist": frozenset({"addmm_out", "zeros"})}, ["addmm_out", "zeros"]),
+        ({"flagos_whitelist": frozenset({"mm"}), "flagos_blacklist": frozenset({"mm_out"})}, ["mm"]),
+        ({"flagos_whitelist": frozenset({"mm"}), "flagos_blacklist": frozenset({"mm"})}, []),
+    ],
+)
+def test_aten_is_replaced(flag_gems: Any, values: dict[str, Any], functions: list[str]) -> None:
+    assert aten.enable_aten(settings(**values)).functions == tuple(functions)
+    assert sorted(flag_gems.registered) == functions
+
+
+def test_aten_is_replaced_once(flag_gems: Any) -> None:
+    first = aten.enable_aten(settings(flagos_whitelist=frozenset({"mm"})))
+    assert aten.enable_aten(settings(use_flaggems=True)) is first
+    assert flag_gems.registered == ["mm", "mm_out"]
+
+
+@usefixtures
+def test_unknown_names_are_errors() -> None:
+    with pytest.raises(ConfigProblems) as caught:
+        aten.enable_aten(settings(flagos_whitelist=frozenset({"mm", "sofmax"})))
+    assert "environment variable VLLM_FL_FLAGOS_WHITELIST" in str(caught.value)
+    assert "unknown flagos operator 'sofmax'" in str(caught.value)
+    assert "did you mean 'softmax'?" in str(caught.value)
+
+
+@usefixtures
+def test_what_cannot_be_replaced_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(aten, "flaggems_aten", lambda: Availability(False, "FlagGems is not installed; install it"))
+    monkeypatch.setattr(get_logger("vllm_fl"), "propagate", True)
+    done = aten.enable_aten(settings(use_flaggems=True))
+    assert done == aten.AtenReplacement((), "FlagGems is not installed; install it")
+    assert [r.getMessage() for r in caplog.records] == [
+        f"no ATen function is replaced, although use_flaggems is on ({USE_FLAGGEMS}): "
+        "FlagGems is not installed; install it"
+    ]
+
+
+def test_names_are_read_from_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "flag_gems"
+    package.mkdir()
+    source = """
+raise RuntimeError("imported")
+_FULL_CONFIG = (
+    ("mm.out", mm_out),
+    ("ones", ops.ones, lambda: torch_ge("2.4")),
+)
+"""
+    (package / "__init__.py").write_text(source, encoding="utf-8")
+    monkeypatch.delitem(sys.modules, "flag_gems", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    aten.flagos_operators.cache_clear()
+    assert aten.flagos_operators() == {*CATALOG, "mm", "mm_out", "ones"}
+    aten.flagos_operators.cache_clear()
+
+
+def test_no_names_without_flaggems(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten.importlib.util, "find_spec", lambda name: None)
+    aten.flagos_operators.cache_clear()
+    assert aten.flagos_operators() is None
+    aten.flagos_operators.cache_clear()
+
+
+@pytest.mark.parametrize("name", FLAGGEMS_OPERATORS)
+def test_flaggems_itself_against_the_reference(name: str) -> None:
+    """Every case of the catalogue is computed rightly or refused, and some are computed."""
+    available = FLAGGEMS_OPERATORS[name]()
+    if not available:
+        pytest.skip(available.reason)
+    spec, wrapper = CATALOG[name], load_object(f"vllm_fl.flagos.flaggems:{name}")
+    served = 0
+    for dtype in (getattr(torch, dtype) for dtype in spec.dtypes):
+        for case in spec.inputs(maker(dtype)):
+            try:
+                check(wrapper, name, *case.args, **case.kwargs)
+            except NotImplementedError:
+                continue
+            served += 1
+    assert served
