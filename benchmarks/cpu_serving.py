@@ -403,8 +403,9 @@ def main() -> int:
     check(arguments)
     if arguments.model is None:
         from vllm_fl.quickstart.model import prepare_model
+        from vllm_fl.quickstart.progress import Reporter
 
-        arguments.model = str(prepare_model())
+        arguments.model = str(prepare_model(reporter=Reporter()))
     logs = Path(os.environ.get("TMPDIR", "/tmp")) / f"cpu-serving-{os.getpid()}"
     logs.mkdir(parents=True)
     configuration = {key: getattr(arguments, key) for key in ("model", "dtype", "chats", "tokens", "cores", "threads")}

@@ -70,3 +70,12 @@ def test_compiled_gives_the_same_tokens(fresh: Fresh, tiny_llama: TinyModel, tmp
         "set_global_policy: the selection is frozen because vLLM has compiled or captured graphs of the model with"
         " it; change the policy before that, or call thaw() on the manager and compile again"
     )
+
+
+def over_two_ranks(model: str) -> list[list[int]]:
+    return greedy(make_engine(model, enforce_eager=False, tensor_parallel_size=2), PROMPTS)
+
+
+def test_compiled_over_two_ranks(fresh: Fresh, tiny_llama: TinyModel) -> None:
+    """Collectives are called from the graph, whose memory is planned around them."""
+    assert fresh(over_two_ranks, model=str(tiny_llama.path)).value == tiny_llama.greedy(PROMPTS, NEW_TOKENS)

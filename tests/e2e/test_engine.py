@@ -75,6 +75,11 @@ def test_in_this_process(fresh: Fresh, tiny_llama: TinyModel, expected: list[lis
 
 
 def of_processes(model: str, **arguments: Any) -> dict[str, Any]:
+    """An engine outside of this process, which has computed something in parallel before, as a user's may."""
+    import torch
+
+    torch.set_num_threads(2)
+    torch.randn(1000, 1000).exp()
     engine = make_engine(model, **arguments)
     engine.collective_rpc("fl_count_calls")
     return {"tokens": greedy(engine, PROMPTS), "counts": engine.collective_rpc("fl_call_counts")}
@@ -82,7 +87,8 @@ def of_processes(model: str, **arguments: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_in_a_process_of_its_own(method: str, fresh: Fresh, tiny_llama: TinyModel, expected: list[list[int]]) -> None:
-    value = fresh(of_processes, model=str(tiny_llama.path), env={"VLLM_WORKER_MULTIPROC_METHOD": method}).value
+    env = {"VLLM_WORKER_MULTIPROC_METHOD": method, "OMP_NUM_THREADS": "2"}
+    value = fresh(of_processes, model=str(tiny_llama.path), env=env).value
     assert value["tokens"] == expected
     (counts,) = value["counts"]
     assert counts["rms_norm"]["reference.torch"] == 5 * counts["compute_slot_mapping"]["reference.torch"]

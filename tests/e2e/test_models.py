@@ -1,6 +1,6 @@
 """Greedy tokens of tiny models in vLLM, through dispatch, equal those of transformers in float32.
 
-One process a model: it makes the checkpoint, asks transformers, then runs one engine a setting.
+A process serves a few models: for each it makes the checkpoint, asks transformers, then runs one engine a setting.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 128, 300)
 NEW_TOKENS = 8
 #: Tokens are compared where the likeliest leads by this much; float32 differs by some 1e-5.
 LEAST_MARGIN = 2e-3
-MODELS = ("llama", "qwen3", "qwen3_moe", "qwen3_next")
+#: Models by process.
+PROCESSES = (("llama", "qwen3"), ("qwen3_moe",), ("qwen3_next",), ("gemma2", "gpt_oss", "deepseek_v3"))
+MODELS = [name for names in PROCESSES for name in names]
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole": {"enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 1024},
     "chunked": {"enable_prefix_caching": False, "enable_chunked_prefill": True, "max_num_batched_tokens": 24},
@@ -41,6 +43,9 @@ OPERATORS = {
         *("fused_gdn_gating", "fused_recurrent_gated_delta_rule", "gemma_rms_norm", "reshape_and_cache"),
         *("rms_norm_gated", "silu_and_mul", "topk_softmax"),
     },
+    "gemma2": {"attention_backend", "gelu_and_mul", "gemma_rms_norm", "reshape_and_cache", "rotary_embedding"},
+    "gpt_oss": {"attention_backend", "fused_experts", "reshape_and_cache", "rms_norm", "topk_softmax"},
+    "deepseek_v3": {"attention_backend", "fused_experts", "grouped_topk", "reshape_and_cache", "rms_norm"},
 }
 
 
@@ -98,8 +103,12 @@ def ask(llm: Any, prompts: list[list[int]], together: bool) -> tuple[list[list[i
     return [list(answer.outputs[0].token_ids) for answer in answers], [answer.num_cached_tokens for answer in answers]
 
 
+def run_models(names: list[str], folder: str) -> dict[str, Any]:
+    """Everything about some models; called in a process of its own."""
+    return {name: run_model(name, str(Path(folder) / name)) for name in names}
+
+
 def run_model(name: str, path: str) -> dict[str, Any]:
-    """Everything about one model; called in a process of its own."""
     import tiny_models
 
     from vllm_fl.dispatch import get_default_manager
@@ -123,12 +132,22 @@ def run_model(name: str, path: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def results(fresh: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    env = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_MLA_DISABLE": "1",  # DeepSeek's attention as plain heads
+        "OMP_NUM_THREADS": "1",  # more do not pay for matrices of this size
+    }
+
     @cache
+    def of_process(names: tuple[str, ...]) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("checkpoints")
+        value: dict[str, Any] = fresh(run_models, env=env, timeout=840, names=names, folder=str(folder)).value
+        return value
+
     def of(name: str) -> dict[str, Any]:
-        path = tmp_path_factory.mktemp("checkpoints") / name
-        # More threads than one do not pay for matrices of this size.
-        env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
-        value: dict[str, Any] = fresh(run_model, env=env, timeout=840, name=name, path=str(path)).value
+        (names,) = [names for names in PROCESSES if name in names]
+        value: dict[str, Any] = of_process(names)[name]
         return value
 
     return of

@@ -63,11 +63,63 @@ def qwen3_next() -> Any:
     )
 
 
+def gemma2() -> Any:
+    """Two layers with a cap on their scores and on the logits, the first with a window of 24 tokens."""
+    return transformers.Gemma2Config(
+        **{**_COMMON, "tie_word_embeddings": True},
+        num_hidden_layers=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        attn_logit_softcapping=4.0,
+        final_logit_softcapping=30.0,
+        sliding_window=24,
+    )
+
+
+def gpt_oss() -> Any:
+    """Two layers with attention sinks, the first with a window of 24 tokens; experts with biases, gates interleaved."""
+    return transformers.GptOssConfig(
+        **{**_COMMON, "intermediate_size": 48},
+        num_hidden_layers=2,
+        head_dim=32,
+        sliding_window=24,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    )
+
+
+def deepseek_v3() -> Any:
+    """A dense layer and one of eight experts in four groups, chosen by sigmoids with a bias; a shared expert."""
+    return transformers.DeepseekV3Config(
+        **{**_COMMON, "num_key_value_heads": 4},
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        moe_intermediate_size=48,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=1,
+        routed_scaling_factor=1.5,
+        q_lora_rank=None,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=24,
+        # transformers knows no other way of routing; vLLM has to be told.
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+    )
+
+
 CONFIGURATIONS: dict[str, Callable[[], Any]] = {
     "llama": llama,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
     "qwen3_next": qwen3_next,
+    "gemma2": gemma2,
+    "gpt_oss": gpt_oss,
+    "deepseek_v3": deepseek_v3,
 }
 
 
@@ -81,10 +133,17 @@ def make(name: str, path: Path, seed: int = 0) -> Any:
     """
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGURATIONS[name](), dtype=torch.float32)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("norm.weight"):
-                parameter.add_(0.1 * torch.randn_like(parameter))
+        for tensor_name, tensor in tensors:
+            # What transformers sets to zeros or ones would not show that it is used.
+            if tensor_name.endswith("sinks"):
+                tensor.normal_()
+            elif tensor_name.endswith(("norm.weight", "bias")):
+                tensor.add_(torch.randn_like(tensor), alpha=0.1)
+        if model.config.tie_word_embeddings:
+            # A token's own embedding must not outweigh what the layers add, or it repeats for ever.
+            model.get_input_embeddings().weight.mul_(0.25)
     model.save_pretrained(path)
     return model.eval()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from types import MappingProxyType
 
 import pytest
@@ -137,12 +138,13 @@ def test_cases_have_no_keywords_unless_given() -> None:
 
 def test_input_maker_draws_the_same_numbers_for_every_dtype() -> None:
     makers = [InputMaker(dtype, seed=3) for dtype in (torch.float64, torch.bfloat16)]
-    for draw in (
+    draws: tuple[Callable[[InputMaker], torch.Tensor], ...] = (
         lambda m: m.normal(4, 5, scale=2.0),
         lambda m: m.uniform(-1.0, 3.0, 6),
         lambda m: m.integers(0, 9, 7),
         lambda m: m.permutation(8),
-    ):
+    )
+    for draw in draws:
         wide, narrow = (draw(maker) for maker in makers)
         assert torch.equal(wide.to(narrow.dtype), narrow)
     assert not torch.equal(makers[0].normal(9), InputMaker(torch.float64, seed=4).normal(9))

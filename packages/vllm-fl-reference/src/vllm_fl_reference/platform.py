@@ -16,6 +16,8 @@ from vllm_fl.errors import ConfigError
 from vllm_fl.integration.platform import FLPlatform
 from vllm_fl.logging import get_logger
 
+from .threads import make_forks_safe
+
 __all__ = ["ReferencePlatform"]
 
 GIB = 1 << 30
@@ -107,6 +109,10 @@ class ReferencePlatform(FLPlatform):
         return True
 
     @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "vllm_fl.integration.communicator.FLCommunicator"
+
+    @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
         """Layers that share an index (encoder-decoder models) are no problem for the CPU runner."""
 
@@ -122,6 +128,16 @@ class ReferencePlatform(FLPlatform):
         CpuPlatform.register_triton_kernel_overrides()
 
     # --- configuration ---
+
+    @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        super().pre_register_and_update(parser)
+        make_forks_safe()
+        # There is no latent attention here: DeepSeek's models compute it as plain attention, which is the same.
+        os.environ.setdefault("VLLM_MLA_DISABLE", "1")
+        # Inductor's pool of compile processes cannot be started from the workers of the multiprocess executor.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        _settle_model_runner()
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
@@ -140,7 +156,6 @@ class ReferencePlatform(FLPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        _settle_environment()
         _settle_cache(vllm_config.cache_config)
         _settle_scheduling(vllm_config)
         super().check_and_update_config(vllm_config)
@@ -151,11 +166,14 @@ def _has_compiler() -> bool:
     return any(name and shutil.which(name.split()[0]) for name in names)
 
 
-def _settle_environment() -> None:
-    # vLLM's second model runner is written in Triton; where Triton finds a GPU, vLLM would choose it here, too.
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-    # Inductor's pool of compile processes cannot be started from the workers of the multiprocess executor.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+def _settle_model_runner() -> None:
+    """vLLM's second model runner is written in Triton; where Triton finds a GPU, vLLM would choose it here, too."""
+    wanted = os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    if wanted.strip().lower() not in {"0", "false"}:
+        raise ConfigError(
+            f"environment variable VLLM_USE_V2_MODEL_RUNNER: {wanted!r}; the CPU reference platform has vLLM's first"
+            " model runner only: unset the variable"
+        )
 
 
 def _settle_cache(cache_config: Any) -> None:
@@ -194,6 +212,6 @@ def _container_headroom() -> int | None:
         if limit == "max":
             return None
         # The page cache counts as used, but gives way; of a model just read from disk it holds every byte.
-        cached = dict(line.split() for line in stat.splitlines()).get(stat_key, "0")
+        cached = dict(line.split() for line in stat.splitlines() if line).get(stat_key, "0")
         return max(0, int(limit) - used + int(cached))
     return None

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_fl_reference.paged_attention import AttentionOptions, AttentionStep
+from vllm_fl_reference.attention_plan import AttentionStep
+from vllm_fl_reference.paged_attention import AttentionOptions
 
 LAYOUTS = ("tokens first", "heads first", "padded blocks", "uneven blocks", "several layers")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
@@ -11,20 +11,21 @@ from attention_oracle import LAYOUTS, Case, attention, fill, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_fl_reference import paged_attention as module
-from vllm_fl_reference.paged_attention import AttentionOptions, AttentionStep, CacheRows
+from vllm_fl_reference import attention_plan, paged_attention
+from vllm_fl_reference.paged_attention import AttentionOptions, CacheRows
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 REQUESTS = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 20)), max_size=7)
 HEADS = st.sampled_from([(1, 1), (3, 1), (4, 2), (9, 3), (4, 4)])
 
 
-SMALL_LIMITS = {"MAX_SCORES": 96, "MAX_KEPT_MASK": 64, "MAX_EXPLICIT_SCORES": 128, "MAX_KEY_BYTES": 1 << 15}
+#: Limits that a short batch meets.
+SMALL_LIMITS = {"MAX_SCORES": 96, "MAX_KEPT_MASK": 64, "MAX_KEY_BYTES": 1 << 15}
 
 
 def run(case: Case, options: AttentionOptions) -> torch.Tensor:
     output = torch.full_like(case.query, float("nan"))
-    module.paged_attention(case.query, CacheRows(case.cache), output, case.step, options)
+    paged_attention.paged_attention(case.query, CacheRows(case.cache), output, case.step, options)
     return output
 
 
@@ -74,7 +75,10 @@ def test_any_batch(
         sinks=torch.linspace(-1, 2, heads[0]) if with_sinks else None,
         alibi_slopes=torch.linspace(0.1, 0.5, heads[0]) if with_alibi else None,
     )
-    with mock.patch.multiple(module, **SMALL_LIMITS) if small else nullcontext():
+    with ExitStack() as stack:
+        if small:
+            stack.enter_context(mock.patch.multiple(attention_plan, **SMALL_LIMITS))
+            stack.enter_context(mock.patch.object(paged_attention, "MAX_EXPLICIT_SCORES", 128))
         check(case, options)
 
 
@@ -116,7 +120,7 @@ def test_a_packed_batch_needs_no_cache() -> None:
     case = make_case([(0, 5), (0, 1), (0, 33), (0, 5)], causal=False)
     for options in (AttentionOptions(scale=0.35), AttentionOptions(scale=0.35, window=3)):
         output = torch.full_like(case.query, float("nan"))
-        module.packed_attention(case.query, case.key, case.value, output, case.step, options)
+        paged_attention.packed_attention(case.query, case.key, case.value, output, case.step, options)
         torch.testing.assert_close(output.double(), attention(case, options), atol=2e-5, rtol=2e-5)
 
 
@@ -127,7 +131,9 @@ def test_strided_queries_and_outputs() -> None:
     wide = torch.randn(case.query.shape[0] + 2, 9, 8)
     wide[:-2, 1:5] = case.query
     output = torch.full((case.query.shape[0] + 2, 4, 8), float("nan"))
-    module.paged_attention(wide[:, 1:5], CacheRows(case.cache), output, case.step, AttentionOptions(scale=0.35))
+    paged_attention.paged_attention(
+        wide[:, 1:5], CacheRows(case.cache), output, case.step, AttentionOptions(scale=0.35)
+    )
     expected = attention(case, AttentionOptions(scale=0.35))
     torch.testing.assert_close(output[:-2].double(), expected, atol=2e-5, rtol=2e-5)
     assert output[-2:].isnan().all()
@@ -145,81 +151,3 @@ def test_only_whole_rows_are_read_as_a_matrix(layout: str) -> None:
     rows = CacheRows(make_case([(40, 1)], layout=layout).cache)
     matrix = layout in ("tokens first", "padded blocks", "several layers")
     assert (rows._matrix is not None) is matrix
-
-
-def padding(step: AttentionStep) -> float:
-    """Scores computed, over scores needed."""
-    needed = sum(
-        (end - start) * length
-        for start, end, length in zip(step.query_start, step.query_start[1:], step.seq_lens, strict=False)
-    )
-    return sum(batch.size * batch.queries * batch.keys for batch in step.batches(None)) / needed
-
-
-def make_step(requests: list[tuple[int, int]], row_bytes: int = 256) -> AttentionStep:
-    query_start = [0]
-    for _, new in requests:
-        query_start.append(query_start[-1] + new)
-    lengths = [sum(item) for item in requests]
-    return AttentionStep(query_start, lengths, None, torch.device("cpu"), row_bytes=row_bytes)
-
-
-def test_equal_decodes_are_one_batch_over_a_slice() -> None:
-    (batch,) = make_step([(119, 1)] * 15).batches(None)
-    assert (batch.size, batch.queries, batch.keys, batch.tokens) == (15, 1, 120, slice(0, 15))
-    assert batch.mask(torch.float32) is None
-
-
-def test_decodes_of_a_chat_are_one_batch() -> None:
-    assert len(make_step([(50 + 10 * index, 1) for index in range(15)]).batches(None)) == 1
-
-
-def test_a_prompt_beside_decodes_is_a_batch_of_its_own() -> None:
-    step = make_step([(100, 1)] * 20 + [(0, 300)])
-    assert sorted((batch.size, batch.queries, batch.keys) for batch in step.batches(None)) == [
-        (1, 300, 300),
-        (20, 1, 101),
-    ]
-    assert padding(step) == 1.0
-
-
-def test_one_long_sequence_does_not_pad_the_short_ones() -> None:
-    step = make_step([(60, 1)] * 30 + [(20000, 1)])
-    assert padding(step) == 1.0
-
-
-def test_the_waste_of_padding_is_bounded() -> None:
-    for seed in range(5):
-        random = torch.Generator().manual_seed(seed)
-        new = torch.randint(1, 300, (64,), generator=random).tolist()
-        assert padding(make_step([(0, tokens) for tokens in new])) < 1.7
-        old = torch.randint(1, 4000, (200,), generator=random).tolist()
-        decodes = make_step([(tokens, 1) for tokens in old])
-        assert padding(decodes) < 1.2
-        assert len(decodes.batches(None)) < 30
-
-
-def test_the_memory_of_a_batch_is_bounded() -> None:
-    step = make_step([(8000, 1)] * 64, row_bytes=4096)
-    assert all(batch.size * batch.keys * 4096 <= module.MAX_KEY_BYTES for batch in step.batches(None))
-
-
-def test_a_long_prefill_is_cut() -> None:
-    step = make_step([(10000, 2000)])
-    batches = step.batches(None)
-    assert all(batch.queries * batch.keys <= module.MAX_SCORES for batch in batches)
-    assert sum(batch.queries for batch in batches) == 2000
-
-
-def test_a_window_bounds_the_keys_that_are_read() -> None:
-    (batch,) = make_step([(5000, 1)] * 4).batches(128)
-    assert batch.keys == 128
-
-
-def test_layers_share_the_batches_of_a_step() -> None:
-    step = make_step([(100, 1), (3, 40)])
-    assert step.batches(None) is step.batches(None)
-    assert step.batches(7) is not step.batches(None)
-    first, second = step.batches(None)
-    for batch in (first, second):
-        assert batch.mask(torch.float32) is batch.mask(torch.float32)

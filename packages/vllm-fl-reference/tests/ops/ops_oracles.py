@@ -17,7 +17,8 @@ Integers = NDArray[np.int64]
 
 def sigmoid(x: Array) -> Array:
     small = np.exp(-np.abs(x))
-    return np.where(x >= 0, 1.0, small) / (1.0 + small)
+    out: Array = np.where(x >= 0, 1.0, small) / (1.0 + small)
+    return out
 
 
 def silu(x: Array) -> Array:
@@ -75,7 +76,9 @@ def rms_norm_gated(
     for start in range(0, x.shape[-1], size):
         out[..., start : start + size] = normalized(inner[..., start : start + size], epsilon)
     out *= weight
-    return out * factor if norm_before_gate else out
+    if norm_before_gate:
+        out *= factor
+    return out
 
 
 def rotary_embedding(
@@ -84,7 +87,7 @@ def rotary_embedding(
     half = cos.shape[1]
 
     def rotate(x: Array) -> Array:
-        out = x.copy()
+        out: Array = x.copy()
         for t, position in enumerate(position_ids):
             for i in range(half):
                 first, second = (i, i + half) if is_neox_style else (2 * i, 2 * i + 1)
@@ -154,7 +157,8 @@ def to_fp8(x: Array) -> Array:
     lower = np.maximum(upper - 1, 0)
     down, up = magnitude - FP8_NUMBERS[lower], FP8_NUMBERS[upper] - magnitude
     nearest = np.where((up < down) | ((up == down) & (upper % 2 == 0)), upper, lower)
-    return np.copysign(FP8_NUMBERS[nearest], x)
+    out: Array = np.copysign(FP8_NUMBERS[nearest], x)
+    return out
 
 
 def per_token_group_quant_fp8(
@@ -188,4 +192,4 @@ def scaled_mm(a: Array, b: Array, scale_a: Array, scale_b: Array, out_dtype: str
 
     blocks = scale_b.size > 1 and scale_b.shape[1] != n
     product = (a * spread(scale_a, m, k, False)) @ (b * spread(scale_b, k, n, blocks))
-    return product + (0.0 if bias is None else bias)
+    return product if bias is None else product + bias

@@ -32,7 +32,9 @@ def causal_conv1d_fn(
             window = [conv_states[slot, :, i].copy() for i in range(past)]
         for t in range(start, end):
             window.append(x[t])
-            value = sum(weight[:, i] * window[i] for i in range(past + 1)) + (0.0 if bias is None else bias)
+            value = np.zeros(x.shape[1]) if bias is None else bias.copy()
+            for i in range(past + 1):
+                value += weight[:, i] * window[i]
             out[t] = silu(value) if activation else value
             window.pop(0)
         for i in range(past):

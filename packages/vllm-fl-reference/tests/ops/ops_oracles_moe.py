@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from ops_oracles import Array, Integers, gelu, sigmoid, silu
 
 
 def softmax(row: Array) -> Array:
     weights = np.exp(row - row.max())
-    return weights / weights.sum()
+    out: Array = weights / weights.sum()
+    return out
 
 
 def _route(
@@ -131,7 +134,12 @@ def _activate(x: Array, name: str) -> Array:
         return (up + 1.0) * gate * sigmoid(1.702 * gate)
     if name == "relu2_no_mul":
         return np.maximum(x, 0.0) ** 2
-    function = {"silu": silu, "gelu": gelu, "gelu_tanh": lambda v: gelu(v, "tanh")}[name.removesuffix("_no_mul")]
+    functions: dict[str, Callable[[Array], Array]] = {
+        "silu": silu,
+        "gelu": gelu,
+        "gelu_tanh": lambda v: gelu(v, "tanh"),
+    }
+    function = functions[name.removesuffix("_no_mul")]
     return function(x) if name.endswith("_no_mul") else function(gate) * up
 
 

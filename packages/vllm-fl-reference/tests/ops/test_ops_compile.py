@@ -87,6 +87,22 @@ INPUTS: dict[str, Inputs] = {
     "fused_gdn_gating": lambda m, t: (m.normal(4), m.normal(t, 4), m.normal(t, 4), m.normal(4)),
     "fused_recurrent_gated_delta_rule": _delta,
     "apply_repetition_penalties": _penalties,
+    "apply_top_k_top_p": lambda m, t: (m.normal(t, 30), m.integers(1, 30, t), m.uniform(0.2, 1, t)),
+    "compute_slot_mapping": lambda m, t: (
+        torch.tensor([0, 2, 4]),
+        torch.arange(t),
+        m.integers(1, 90, 2, 8),
+        torch.zeros(t, dtype=torch.int64),
+        8,
+    ),
+    "moe_align_block_size": lambda m, t: (m.integers(0, 6, t, 2), 4, 6, m.permutation(6)),
+    "scaled_mm": lambda m, t: (
+        m.normal(t, 32, dtype=torch.float8_e4m3fn),
+        m.normal(32, 64, dtype=torch.float8_e4m3fn),
+        m.uniform(0.1, 1, t, 2, dtype=torch.float32),
+        m.uniform(0.1, 1, 2, 4, dtype=torch.float32),
+        "bfloat16",
+    ),
     "per_token_group_quant_fp8": lambda m, t: (m.normal(t, 32), 16, 1e-10, False, True),
 }
 

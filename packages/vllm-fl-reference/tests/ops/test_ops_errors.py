@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 import vllm_fl_reference.ops as ops
 
 
-def message(error: type[Exception], call: object, *args: object, **kwargs: object) -> str:
+def message(error: type[Exception], call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     with pytest.raises(error) as raised:
         call(*args, **kwargs)
     return str(raised.value)

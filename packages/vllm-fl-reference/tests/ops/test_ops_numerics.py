@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from ops_checking import check, copy, same_bits
 
 import vllm_fl_reference.ops as ops
 from vllm_fl.catalog import CATALOG, Case, InputMaker
+from vllm_fl_reference.ops.conv import _depthwise_by_taps
 
 NAN = float("nan")
 
@@ -53,7 +56,7 @@ def test_sums_of_bfloat16_are_not_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("route", [ops.topk_softmax, ops.topk_sigmoid])
-def test_logits_of_minus_infinity(route: object) -> None:
+def test_logits_of_minus_infinity(route: Any) -> None:
     logits = torch.full((2, 4), -torch.inf)
     logits[0, 2] = 1.0
     weights, ids = torch.empty(2, 2), torch.empty(2, 2, dtype=torch.int32)
@@ -113,8 +116,8 @@ def test_equal_keys_written_at_full_strength() -> None:
     check(CATALOG["chunk_gated_delta_rule"], ops.chunk_gated_delta_rule, case)
 
 
-def garbage_case(name: str, floats: dict[str, object]) -> dict[str, object]:
-    """The case "padding slots" with NaN in the padded sequences' tokens and in slot 0."""
+def garbage_case(name: str, tokens: tuple[str, ...]) -> dict[str, Any]:
+    """Arguments of the case "padding slots", with NaN in the padded sequences' tokens."""
     spec = CATALOG[name]
     maker = InputMaker(torch.float32)
     case = next(case for case in spec.inputs(maker) if case.name.startswith("padding slots"))
@@ -123,7 +126,7 @@ def garbage_case(name: str, floats: dict[str, object]) -> dict[str, object]:
     starts = args.get("query_start_loc", torch.arange(len(slots) + 1))
     for n, slot in enumerate(slots.tolist()):
         if slot <= 0:
-            for key in floats:
+            for key in tokens:
                 args[key][starts[n] : starts[n + 1]] = NAN
     return args
 
@@ -138,7 +141,7 @@ def garbage_case(name: str, floats: dict[str, object]) -> dict[str, object]:
     ],
 )
 def test_nan_in_padding_stays_there(name: str, tokens: tuple[str, ...], state: str) -> None:
-    args = garbage_case(name, dict.fromkeys(tokens))
+    args = garbage_case(name, tokens)
     args[state][0] = NAN
     before = copy(args[state])
     out = getattr(ops, name)(**args)
@@ -159,9 +162,9 @@ def test_nan_in_a_slot_without_initial_state_is_not_read() -> None:
         out = ops.causal_conv1d_fn(maker.normal(5, 6), maker.normal(6, 4), None, states, starts, slots, flags)
         assert torch.isfinite(out).all()
         state = torch.full((2, 1, 6, 6), NAN)
-        inputs = [maker.normal(5, 1, 6) for _ in range(3)]
-        rates = -maker.uniform(0, 1, 5, 1), maker.uniform(0, 1, 5, 1)
-        out = ops.chunk_gated_delta_rule(*inputs, *rates, state, starts, slots, flags)
+        q, k, v = (maker.normal(5, 1, 6) for _ in range(3))
+        g, beta = -maker.uniform(0, 1, 5, 1), maker.uniform(0, 1, 5, 1)
+        out = ops.chunk_gated_delta_rule(q, k, v, g, beta, state, starts, slots, flags)
         assert torch.isfinite(out).all()
         assert torch.isfinite(state[1]).all()
 
@@ -172,8 +175,9 @@ def test_an_empty_sequence_leaves_its_state() -> None:
     states, state = maker.normal(3, 6, 3), maker.normal(3, 1, 6, 6)
     before = states[2].clone(), state[2].clone()
     ops.causal_conv1d_fn(maker.normal(3, 6), maker.normal(6, 4), None, states, starts, slots, flags)
-    rates = -maker.uniform(0, 1, 3, 1), maker.uniform(0, 1, 3, 1)
-    ops.chunk_gated_delta_rule(*(maker.normal(3, 1, 6) for _ in range(3)), *rates, state, starts, slots, flags)
+    q, k, v = (maker.normal(3, 1, 6) for _ in range(3))
+    g, beta = -maker.uniform(0, 1, 3, 1), maker.uniform(0, 1, 3, 1)
+    ops.chunk_gated_delta_rule(q, k, v, g, beta, state, starts, slots, flags)
     assert torch.equal(states[2], before[0])
     assert torch.equal(state[2], before[1])
 
@@ -218,3 +222,15 @@ def test_saturated_int8_products_are_exact() -> None:
     a = torch.full((2, 1024), 127, dtype=torch.int8)
     out = ops.scaled_mm(a, a.t(), torch.ones(1), torch.ones(1), "float32")
     assert torch.equal(out, torch.full((2, 2), 127.0 * 127 * 1024))
+
+
+@pytest.mark.parametrize(
+    "name", ["reshape_and_cache", "compute_slot_mapping", "causal_conv1d_fn", "causal_conv1d_update"]
+)
+def test_the_form_that_never_waits_for_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other devices and compiled graphs run: no look at the values, convolution by taps."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr("vllm_fl_reference.ops.conv._depthwise_as_image", _depthwise_by_taps)
+    spec = CATALOG[name]
+    for case in spec.inputs(InputMaker(torch.float32)):
+        check(spec, getattr(ops, name), case)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -144,7 +146,7 @@ def test_deepseek_v3_router() -> None:
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 200])
 @pytest.mark.parametrize("form", [torch_recurrent_gated_delta_rule, torch_chunk_gated_delta_rule])
-def test_gated_delta_rule_of_qwen3_next(form: object, length: int) -> None:
+def test_gated_delta_rule_of_qwen3_next(form: Any, length: int) -> None:
     q, k, v = torch.randn(length, 2, 16), torch.randn(length, 2, 16), torch.randn(length, 4, 24)
     g, beta, state = -torch.rand(length, 4), torch.rand(length, 4), torch.randn(3, 4, 24, 16)
     arguments = {

@@ -49,7 +49,7 @@ def enable_aten(settings: Settings) -> AtenReplacement:
     """Register FlagGems' functions with ATen as `settings` ask. A second call in a process changes nothing.
 
     Raises:
-        ConfigError: the white- or blacklist names what neither the catalogue nor FlagGems has.
+        ConfigError: the white- or blacklist names what is neither an operator nor a function of FlagGems.
     """
     if "done" not in _done:
         _done["done"] = _enable(settings)
@@ -123,8 +123,10 @@ def _table(entries: Iterable[tuple[str, str]]) -> dict[str, frozenset[str]]:
 def _check(settings: Settings, table: Mapping[str, Any]) -> None:
     from vllm_fl.config import ConfigProblems
     from vllm_fl.config.names import unknown_names
+    from vllm_fl.dispatch import get_default_manager
 
-    problems = unknown_names(settings, settings.origins, flagos_operators={*CATALOG, *table})
+    operators = get_default_manager().registry.known_operators()
+    problems = unknown_names(settings, settings.origins, flagos_operators={*operators, *table})
     if problems:
         raise ConfigProblems(problems)
 

@@ -162,10 +162,10 @@ def _start(model: Path, dtype: str, compiled: bool, choice: PlatformChoice) -> A
         )
     except FLError:
         raise
-    except Exception as error:  # whatever vLLM raises is for the log; the user gets its first line and what to look at
+    except Exception as error:  # whatever vLLM raises is for the log; the user gets its type and first line
         traceback.print_exc()
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CommandError(f"The engine did not start: {first}", _start_remedy()) from error
+        lines = [type(error).__name__, *str(error).strip().splitlines()[:1]]
+        raise CommandError(f"The engine did not start: {': '.join(lines)}", _start_remedy()) from error
 
 
 def _platform_remedy(choice: PlatformChoice) -> str:

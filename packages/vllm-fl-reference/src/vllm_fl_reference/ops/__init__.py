@@ -1,8 +1,9 @@
 """PyTorch implementations of the whole catalogue, under the operators' names. Importing this imports torch.
 
 Sums are accumulated in float32, in float64 for float64 inputs. Everything runs on any device that PyTorch has, takes
-any strides, and gives contiguous results. What torch.compile may trace, it can trace without a graph break: all but
-the chunked delta rule, which reads the sequence lengths on the host.
+any strides, and gives contiguous results. torch.compile traces all of it without a graph break and for any number of
+tokens, but for the chunked delta rule, which reads the sequence lengths on the host, and for experts whose rows are no
+multiple of 16 bytes, which are computed one by one.
 """
 
 from __future__ import annotations

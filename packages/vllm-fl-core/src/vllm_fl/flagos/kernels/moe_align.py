@@ -1,4 +1,4 @@
-"""Group routes by expert (moe_align_block_size): one launch for few routes, two for many; one compilation for all sizes.
+"""Group routes by expert (moe_align_block_size): one launch for few routes, two for many, one compilation for all.
 
 A route's slot is the first slot of its expert plus a rank, and the rank comes from an atomic increment on a row of
 cursors that the program keeps for itself. Nothing has to be cleared before a launch, and no size is a constant.
@@ -155,7 +155,7 @@ def moe_align_block_size(
     sorted_ids, expert_ids, num_post_pad = (new(n, dtype=torch.int32) for n in (num_slots, num_blocks, 1))
     rows = new((max(2 * programs, 1), experts), dtype=torch.int32)
     has_map = expert_map is not None
-    flags = dict(EXPERTS=experts, IGNORE_REMOTE=ignore_invalid_experts and has_map)
+    flags = {"EXPERTS": experts, "IGNORE_REMOTE": ignore_invalid_experts and has_map}
     if not programs:
         _align_small[(min(_SMALL_PROGRAMS, experts),)](
             topk_ids, expert_map, sorted_ids, expert_ids, num_post_pad, rows, numel, num_blocks, num_experts,
