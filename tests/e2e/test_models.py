@@ -35,17 +35,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 ROUNDS = ("together", "together again", "alone")
 #: Operators that the model cannot run without.
 OPERATORS = {
-    "llama": {"attention_backend", "reshape_and_cache", "rms_norm", "rotary_embedding", "silu_and_mul"},
-    "qwen3": {"attention_backend", "reshape_and_cache", "rms_norm", "rotary_embedding", "silu_and_mul"},
-    "qwen3_moe": {"attention_backend", "fused_experts", "reshape_and_cache", "rms_norm", "topk_softmax"},
+    "llama": {"reshape_and_cache", "rms_norm", "rotary_embedding", "silu_and_mul"},
+    "qwen3": {"reshape_and_cache", "rms_norm", "rotary_embedding", "silu_and_mul"},
+    "qwen3_moe": {"fused_experts", "reshape_and_cache", "rms_norm", "topk_softmax"},
     "qwen3_next": {
-        *("attention_backend", "causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "fused_experts"),
+        *("causal_conv1d_fn", "causal_conv1d_update", "chunk_gated_delta_rule", "fused_experts"),
         *("fused_gdn_gating", "fused_recurrent_gated_delta_rule", "gemma_rms_norm", "reshape_and_cache"),
         *("rms_norm_gated", "silu_and_mul", "topk_softmax"),
     },
-    "gemma2": {"attention_backend", "gelu_and_mul", "gemma_rms_norm", "reshape_and_cache", "rotary_embedding"},
-    "gpt_oss": {"attention_backend", "fused_experts", "reshape_and_cache", "rms_norm", "topk_softmax"},
-    "deepseek_v3": {"attention_backend", "fused_experts", "grouped_topk", "reshape_and_cache", "rms_norm"},
+    "gemma2": {"gelu_and_mul", "gemma_rms_norm", "reshape_and_cache", "rotary_embedding"},
+    "gpt_oss": {"fused_experts", "reshape_and_cache", "rms_norm", "topk_softmax"},
+    "deepseek_v3": {"fused_experts", "grouped_topk", "reshape_and_cache", "rms_norm"},
 }
 
 

@@ -43,7 +43,7 @@ def _belongs_to_child(item: pytest.Item) -> bool:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     if not _belongs_to_child(item):
         return None
     reports = _reports_of_child(item.session).get(item.nodeid, [])
@@ -53,6 +53,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
         report = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
         hook.pytest_runtest_logreport(report=report)
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # What the test before this one left set up for its module is pytest's to undo, which it would do in this place.
+    item.session._setupstate.teardown_exact(nextitem)
     return True
 
 

@@ -13,7 +13,7 @@ import torch
 from kernel_inputs import INTERPRETED
 from launches import TARGETS, Launch, record
 
-from vllm_fl.flagos.kernels import activation, cache, normalization, quantization, rotary, sampling
+from vllm_fl.flagos.kernels import activation, cache, moe_align, normalization, quantization, rotary, sampling
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 replaces the compiler by the interpreter")
 
@@ -99,6 +99,10 @@ def _quantize(tokens: int, *, converts: bool) -> None:
         quantization.per_token_group_quant_fp8(meta(tokens, 4096), 128, 1e-10, True, True)
 
 
+def _align(tokens: int) -> None:
+    moe_align.moe_align_block_size(meta(tokens, 10, dtype=torch.int32), 16, 512)
+
+
 def _scaled_mm(tokens: int, *, dtype: torch.dtype, by_block: bool) -> None:
     a, b = meta(tokens, 4096, dtype=dtype), meta(6144, 4096, dtype=dtype).t()
     if by_block:
@@ -127,6 +131,7 @@ CASES: list[Case] = [
     Case("rotary_embedding interleaved", partial(_rotary, rotated=64, neox=False, has_key=False)),
     Case("reshape_and_cache", _write_cache),
     Case("compute_slot_mapping", _slots),
+    Case("moe_align_block_size", _align),
     Case("apply_repetition_penalties", _penalties),
     Case("apply_top_k_top_p", _top_k_top_p),
     Case("per_token_group_quant_fp8", partial(_quantize, converts=True), targets=_NVIDIA_FLOAT8),

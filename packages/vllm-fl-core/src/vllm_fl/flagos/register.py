@@ -29,19 +29,9 @@ TRITON_OPERATORS = {
     "gemma_rms_norm": "kernels.normalization",
     "rms_norm_gated": "kernels.normalization",
     "rotary_embedding": "kernels.rotary",
-    "attention_backend": "attention",
     "reshape_and_cache": "kernels.cache",
     "compute_slot_mapping": "kernels.cache",
-    "topk_softmax": "kernels.moe_routing",
-    "topk_sigmoid": "kernels.moe_routing",
-    "grouped_topk": "kernels.moe_routing",
     "moe_align_block_size": "kernels.moe_align",
-    "moe_sum": "kernels.moe_sum",
-    "causal_conv1d_fn": "kernels.causal_conv1d",
-    "causal_conv1d_update": "kernels.causal_conv1d",
-    "fused_gdn_gating": "kernels.gated_delta_rule",
-    "chunk_gated_delta_rule": "kernels.gated_delta_rule",
-    "fused_recurrent_gated_delta_rule": "kernels.gated_delta_rule",
     "apply_repetition_penalties": "kernels.sampling",
     "apply_top_k_top_p": "kernels.sampling",
     "per_token_group_quant_fp8": "kernels.quantization",
@@ -65,7 +55,6 @@ FLAGGEMS_OPERATORS: dict[str, Probe] = {
 _FLOATING = frozenset({"float32", "float16", "bfloat16"})
 #: Operator -> dtypes of its first tensor where these are not the floating ones.
 _DTYPES: dict[str, frozenset[str] | None] = {
-    "attention_backend": None,
     "compute_slot_mapping": None,
     "moe_align_block_size": None,
     "scaled_mm": frozenset({"float8_e4m3fn", "float8_e5m2", "int8"}),
@@ -94,8 +83,7 @@ def _implementation(name: str, impl_id: str, target: str, probe: Probe, priority
         priority=priority,
         supported_dtypes=_DTYPES.get(name, _FLOATING),
         supports=_no_bfloat16 if availability.is_interpreted() else None,
-        # torch.library has no operators that return text, and this one is not called in a graph.
-        opaque=name != "attention_backend",
+        opaque=True,
     )
 
 
