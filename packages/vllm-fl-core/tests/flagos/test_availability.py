@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,6 +99,17 @@ def test_the_plugin_is_no_platform() -> None:
 def test_which_operators_have_an_implementation() -> None:
     missing = set(CATALOG) - {*TRITON_OPERATORS, *FLAGGEMS_OPERATORS}
     assert missing == WITHOUT_KERNEL
+
+
+def test_the_document_says_which_operators_there_are() -> None:
+    """The table of operators in docs/flaggems.md: the second column for our kernels, the third for FlagGems."""
+    text = (Path(__file__).parents[4] / "docs" / "flaggems.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Which operators\n")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "| " in line]
+    table = {name: row[1:] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    assert set(table) == set(CATALOG)
+    assert {name for name, cells in table.items() if cells[0].startswith("yes")} == set(TRITON_OPERATORS)
+    assert {name for name, cells in table.items() if cells[1].startswith("yes")} == set(FLAGGEMS_OPERATORS)
 
 
 @pytest.mark.parametrize("name", TRITON_OPERATORS)
