@@ -15,7 +15,6 @@ LONG_FILES = {
     "benchmarks/cpu_serving.py": "one measurement that is read, and run, as one file",
     "packages/vllm-fl-core/tests/cli/test_cli_bootstrap.py": "one script's tests, with the simulated pip they share",
     "packages/vllm-fl-core/tests/config/test_config_bad_input.py": "a table of broken inputs with each exact message",
-    "packages/vllm-fl-reference/src/vllm_fl_reference/paged_attention.py": "one operator: grouping and the two kernels",
 }
 
 #: Absolute paths of somebody's machine, and hosts of package registries: neither belongs in the repository.

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm_fl.errors import ConfigError
 from vllm_fl_reference import platform
 from vllm_fl_reference.platform import ReferencePlatform
-from vllm_fl_reference.worker import ReferenceWorker, _is_automatic, _memory_unchecked
+from vllm_fl_reference.worker import THREADS_KEY, ReferenceWorker, _is_automatic, _memory_unchecked
 
 GIB = 1 << 30
 
@@ -184,3 +184,20 @@ def test_default_size_of_the_cache(free: int, workers: int, size: int, monkeypat
     monkeypatch.setattr(ReferencePlatform, "free_memory", classmethod(lambda cls: free))
     assert worker.determine_available_memory() == size
     assert warmed == [True]
+
+
+def test_the_number_of_threads_is_in_the_cache_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_model(self: Any) -> None:
+        seen.append(self.vllm_config.additional_config[THREADS_KEY])
+
+    seen: list[int] = []
+    monkeypatch.setattr("vllm_fl.integration.worker.FLWorkerMixin.load_model", load_model)
+    worker = object.__new__(ReferenceWorker)
+    worker.vllm_config = VllmConfig()
+    worker.model_runner = SimpleNamespace(get_model=torch.nn.Module)
+    worker.load_model()
+    before = worker.vllm_config.compute_hash()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    worker.load_model()
+    assert seen[1] == 77 != seen[0]
+    assert worker.vllm_config.compute_hash() != before

@@ -18,6 +18,9 @@ from .platform import GIB, ReferencePlatform
 
 __all__ = ["ReferenceWorker"]
 
+#: Key in ``vllm_config.additional_config``, which vLLM hashes into the keys of its compile caches.
+THREADS_KEY = "vllm_fl_threads"
+
 #: Share of the memory that is still free once the weights are loaded, which the KV caches of all workers may take.
 KV_CACHE_SHARE = 0.5
 
@@ -42,6 +45,8 @@ class ReferenceWorker(FLWorkerMixin, CPUWorker):
         torch.set_num_threads = set_num_threads
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        # Inductor writes it into the loops of its C++; another number must not get the same graph from the cache.
+        self.vllm_config.additional_config[THREADS_KEY] = torch.get_num_threads()
         super().load_model(*args, **kwargs)
         pack_linear_layers(self.model_runner.get_model())
 
