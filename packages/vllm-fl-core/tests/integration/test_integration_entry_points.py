@@ -148,7 +148,9 @@ def test_a_version_outside_the_range_is_warned_about_once(logged: Any, clean_set
     assert "vLLM 0.99.0 is outside the range that vllm-fl-core" in logged[0][1]
 
 
-def test_on_a_platform_of_vllm_nothing_is_installed(clean_settings: pytest.MonkeyPatch) -> None:
+def test_on_a_platform_of_vllm_nothing_is_installed(
+    probe: Any, logged: Any, clean_settings: pytest.MonkeyPatch
+) -> None:
     import vllm.platforms
     from vllm import envs
     from vllm.platforms.interface import UnspecifiedPlatform
@@ -160,6 +162,16 @@ def test_on_a_platform_of_vllm_nothing_is_installed(clean_settings: pytest.Monke
     clean_settings.setattr("vllm_fl.integration.compat.install", untouchable)
     clean_settings.setattr("vllm_fl.integration.layers.register", untouchable)
     clean_settings.setattr(envs, "environment_variables", {})
+    clean_settings.setattr(integration, "_warned", set())
     clean_settings.setenv("VLLM_FL_PREFER", "reference")
     integration.general_plugin()
+    integration.general_plugin()
     assert list(envs.environment_variables) == ["VLLM_FL_PREFER"]
+    assert logged == [
+        (
+            "WARNING",
+            "vLLM runs on its own platform UnspecifiedPlatform and did not ask for"
+            " vllm_fl_reference.platform.ReferencePlatform (VLLM_TARGET_DEVICE=cpu has this effect): operator dispatch"
+            " is off in this process",
+        )
+    ]

@@ -88,6 +88,11 @@ def test_fusion_passes_are_off_and_a_request_for_one_is_answered(monkeypatch: py
     ]
 
 
+def test_variables_that_vllm_must_hand_to_other_hosts() -> None:
+    assert {"USE_FLAGGEMS", "FLAGCX_PATH"} <= set(current_platform.additional_env_vars)
+    assert not [name for name in current_platform.additional_env_vars if name.startswith("VLLM_")]
+
+
 def test_native_layers_follow_vllms_rule() -> None:
     class Native(FLPlatform):
         has_native_layers = True

@@ -84,6 +84,7 @@ def general_plugin() -> None:
 
     if not isinstance(current_platform, FLPlatform):
         compat.declare_environment(only_set=True)
+        _warn_if_passed_over(current_platform)
         return
     from vllm_fl.dispatch import get_default_manager
 
@@ -96,13 +97,27 @@ def general_plugin() -> None:
     layers.register()
 
 
+def _warn_if_passed_over(platform: object) -> None:
+    ours = platform_plugin()
+    if ours is not None:
+        _warn_once(
+            f"vLLM runs on its own platform {type(platform).__qualname__} and did not ask for {ours}"
+            " (VLLM_TARGET_DEVICE=cpu has this effect): operator dispatch is off in this process"
+        )
+
+
 def _warn_of_version() -> None:
     from vllm_fl.plugins import vllm_version_warning
 
     warning = vllm_version_warning()
-    if warning is not None and warning not in _warned:
-        _warned.add(warning)
-        get_logger(__name__).warning("%s", warning)
+    if warning is not None:
+        _warn_once(warning)
+
+
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        get_logger(__name__).warning("%s", text)
 
 
 _warned: set[str] = set()

@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 
 from vllm.platforms.interface import Platform
 
+from vllm_fl.config import ENVIRONMENT, get_settings
+from vllm_fl.dispatch import get_default_manager
 from vllm_fl.logging import get_logger
 
 __all__ = ["FINGERPRINT_KEY", "LAYERS_KEY", "FLPlatform", "stamp_selection"]
@@ -21,6 +23,9 @@ class FLPlatform(Platform):
     The attention backend, the layers and the operators behind them come from dispatch; compilation is set up so that
     they are reached, and so that no cached graph of another selection is taken.
     """
+
+    # vLLM hands variables that begin with VLLM_ to the workers of a Ray cluster, and of others those named here.
+    additional_env_vars: ClassVar[list[str]] = [name for name in ENVIRONMENT if not name.startswith("VLLM_")]
 
     #: Path of the worker class; empty leaves the choice to the class of vLLM.
     worker_cls: ClassVar[str] = ""
@@ -51,8 +56,6 @@ class FLPlatform(Platform):
             ValueError: ``--attention-backend`` names one that this platform does not have.
             NoImplementationError: no implementation has an attention of that sort.
         """
-        from vllm_fl.dispatch import get_default_manager
-
         name = getattr(selected_backend, "name", None)
         if name in cls.native_attention_backends:
             return str(selected_backend.get_path())
@@ -109,9 +112,6 @@ def stamp_selection(vllm_config: Any) -> None:
     Raises:
         TypeError: ``additional_config`` is an object and not a mapping, so that nothing can be added to it.
     """
-    from vllm_fl.config import get_settings
-    from vllm_fl.dispatch import get_default_manager
-
     from . import layers
 
     config = vllm_config.additional_config

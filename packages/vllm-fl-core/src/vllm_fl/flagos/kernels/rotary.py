@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .common import need_unit_stride, power_of_2, warps_for
 
-_TILE = 2048  # pairs that a program rotates
+_TILE = 1024  # pairs of entries, rotated or passed through, of a program
 
 
 @triton.jit
@@ -85,16 +85,17 @@ def rotary_embedding(
     query_out = query.new_empty(query.shape)
     key_out = None if key is None else key.new_empty(key.shape)
     key_heads = 0 if key is None else key.shape[1]
-    half_block = power_of_2(half)
-    heads = min(power_of_2(max(query_heads, key_heads)), max(_TILE // half_block, 1))
+    passed = size - 2 * half
+    half_block, pass_block = power_of_2(half), power_of_2(passed) if passed else 0
+    per_head = max(half_block, pass_block // 2)
+    heads = min(power_of_2(max(query_heads, key_heads)), max(_TILE // per_head, 1))
     query_blocks, key_blocks = triton.cdiv(query_heads, heads), triton.cdiv(key_heads, heads)
     if tokens and query_blocks + key_blocks:
-        passed = size - 2 * half
         _rotary_embedding[(tokens, query_blocks + key_blocks)](
             query, key, query_out, key_out, cos, sin, position_ids, query_heads, key_heads, query_blocks, half, size,
             query.stride(0), query.stride(1), 0 if key is None else key.stride(0), 0 if key is None else key.stride(1),
             cos.stride(0), sin.stride(0), position_ids.stride(0),
-            HEADS=heads, HALF=half_block, PASS=power_of_2(passed) if passed else 0, NEOX=is_neox_style,
-            HAS_KEY=key is not None, num_warps=warps_for(heads * half_block, 512),
+            HEADS=heads, HALF=half_block, PASS=pass_block, NEOX=is_neox_style,
+            HAS_KEY=key is not None, num_warps=warps_for(heads * per_head),
         )  # fmt: skip
     return query_out if key_out is None else (query_out, key_out)
