@@ -184,3 +184,53 @@ def test_repeated_prompts_come_from_the_prefix_cache(results: Any, name: str) ->
 @pytest.mark.parametrize("name", MODELS)
 def test_the_operators_are_reached(results: Any, name: str) -> None:
     assert set(results(name)["operators"]) >= OPERATORS[name]
+
+
+def run_two_ranks(name: str, folder: str) -> dict[str, Any]:
+    """Tensor and expert parallel over two processes."""
+    import tiny_models
+
+    drawn = draw_prompts(tiny_models.make(name, Path(folder)))
+    parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    with engine(folder, {**SETTINGS["cached chunked"], **parallel}) as llm:
+        tokens, _ = ask(llm, [prompt for prompt, _, _ in drawn], together=True)
+    return {"tokens": tokens, "expected": [tokens for _, tokens, _ in drawn]}
+
+
+def test_two_ranks_share_heads_and_experts(fresh: Any, tmp_path: Path) -> None:
+    env = {"VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
+    value = fresh(run_two_ranks, env=env, timeout=600, name="qwen3_next", folder=str(tmp_path)).value
+    assert value["tokens"] == value["expected"]
+
+
+def run_encoders(folder: str) -> dict[str, list[float]]:
+    """For each encoder, how far the embedding of each prompt is from the first token's state in transformers."""
+    import tiny_models
+    import torch
+    from e2e_support import save_byte_tokenizer
+    from vllm import LLM
+
+    found: dict[str, list[float]] = {}
+    random = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, tiny_models.VOCABULARY, (length,), generator=random).tolist() for length in LENGTHS]
+    for name in tiny_models.ENCODERS:
+        path = Path(folder) / name
+        model = tiny_models.make(name, path)
+        save_byte_tokenizer(path)
+        llm = LLM(str(path), runner="pooling", dtype="float32", max_model_len=400, max_num_seqs=8, enforce_eager=True)
+        answers = llm.embed([{"prompt_token_ids": prompt} for prompt in prompts], use_tqdm=False)
+        found[name] = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            with torch.no_grad():
+                state = model(torch.tensor([prompt])).last_hidden_state[0, 0]
+            ours = torch.tensor(answer.outputs.embedding)
+            found[name].append(float((ours - state / state.norm()).abs().max()))
+    return found
+
+
+def test_encoders_give_the_embeddings_of_transformers(fresh: Any, tmp_path: Path) -> None:
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
+    found = fresh(run_encoders, env=env, timeout=600, folder=str(tmp_path)).value
+    assert set(found) == {"bert", "modernbert"}
+    for name, distances in found.items():
+        assert max(distances) < 1e-5, name

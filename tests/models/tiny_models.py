@@ -112,6 +112,26 @@ def deepseek_v3() -> Any:
     )
 
 
+_ENCODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "initializer_range": 0.125,
+}
+
+
+def bert() -> Any:
+    """Two layers, attention to both sides."""
+    return transformers.BertConfig(**_ENCODER, num_hidden_layers=2)
+
+
+def modernbert() -> Any:
+    """Four layers, all but the first and the last with a window of eight tokens to each side."""
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    return transformers.ModernBertConfig(**_ENCODER, **special, num_hidden_layers=4, local_attention=16)
+
+
 CONFIGURATIONS: dict[str, Callable[[], Any]] = {
     "llama": llama,
     "qwen3": qwen3,
@@ -122,17 +142,22 @@ CONFIGURATIONS: dict[str, Callable[[], Any]] = {
     "deepseek_v3": deepseek_v3,
 }
 
+ENCODERS: dict[str, Callable[[], Any]] = {"bert": bert, "modernbert": modernbert}
+
 
 def make(name: str, path: Path, seed: int = 0) -> Any:
     """Write a checkpoint and return its transformers model, float32, in evaluation mode.
 
     Args:
-        name: a key of CONFIGURATIONS.
+        name: a key of CONFIGURATIONS or ENCODERS.
         path: directory to write to.
         seed: of the weights.
     """
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGURATIONS[name](), dtype=torch.float32)
+    if name in ENCODERS:
+        model = transformers.AutoModel.from_config(ENCODERS[name](), dtype=torch.float32)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGURATIONS[name](), dtype=torch.float32)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     with torch.no_grad():
         for tensor_name, tensor in tensors:
@@ -141,7 +166,7 @@ def make(name: str, path: Path, seed: int = 0) -> Any:
                 tensor.normal_()
             elif tensor_name.endswith(("norm.weight", "bias")):
                 tensor.add_(torch.randn_like(tensor), alpha=0.1)
-        if model.config.tie_word_embeddings:
+        if name in CONFIGURATIONS and model.config.tie_word_embeddings:
             # A token's own embedding must not outweigh what the layers add, or it repeats for ever.
             model.get_input_embeddings().weight.mul_(0.25)
     model.save_pretrained(path)
