@@ -63,7 +63,7 @@ class ReferenceWorker(FLWorkerMixin, CPUWorker):
         free = ReferencePlatform.free_memory()
         size = min(int(free * KV_CACHE_SHARE) // self.parallel_config.local_world_size, self._useful_cache_bytes())
         get_logger(__name__).info(
-            "KV cache: %.2f GiB of %.2f GiB free memory (--kv-cache-memory-bytes changes it)", size / GIB, free / GIB
+            "KV cache: %s of %s free memory (--kv-cache-memory-bytes changes it)", _shown(size), _shown(free)
         )
         return size
 
@@ -81,6 +81,10 @@ class ReferenceWorker(FLWorkerMixin, CPUWorker):
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
         # vLLM would ask for its CUDA allocator, which serves sleep mode, on every platform that it does not know.
         return nullcontext()
+
+
+def _shown(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / (1 << 20):.1f} MiB"
 
 
 def _is_automatic(cache_config: Any) -> bool:

@@ -48,6 +48,8 @@ class FLGemmaRMSNorm(GemmaRMSNorm):
 class FLRMSNormGated(RMSNormGated):
     """RMSNormGated through the operator ``rms_norm_gated``."""
 
+    activation: str = "silu"  # what a vLLM that has no such argument computes
+
     def forward_oot(self, x: torch.Tensor, z: torch.Tensor | None = None) -> Any:
         return _rms_norm_gated.fn(x, z, self.weight, self.eps, self.group_size, self.norm_before_gate, self.activation)
 
