@@ -8,8 +8,8 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 128, 300)
 NEW_TOKENS = 8
 #: Tokens are compared where the likeliest leads by this much; float32 differs by some 1e-5.
 LEAST_MARGIN = 2e-3
-#: Models by process.
-PROCESSES = (("llama", "qwen3"), ("qwen3_moe",), ("qwen3_next",), ("gemma2", "gpt_oss", "deepseek_v3"))
+#: Models by process; two processes run at a time.
+PROCESSES = (("qwen3_next", "gemma2", "gpt_oss"), ("llama", "qwen3", "qwen3_moe", "deepseek_v3"))
 MODELS = [name for names in PROCESSES for name in names]
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole": {"enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 1024},
@@ -130,27 +130,29 @@ def run_model(name: str, path: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="session")
-def results(fresh: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, fresh: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """`results(name)`: what run_model found. The processes of all models that are asked for start at once."""
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_MLA_DISABLE": "1",  # DeepSeek's attention as plain heads
         "OMP_NUM_THREADS": "1",  # more do not pay for matrices of this size
     }
-
-    @cache
-    def of_process(names: tuple[str, ...]) -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp("checkpoints")
-        value: dict[str, Any] = fresh(run_models, env=env, timeout=840, names=names, folder=str(folder)).value
-        return value
-
-    def of(name: str) -> dict[str, Any]:
-        (names,) = [names for names in PROCESSES if name in names]
-        value: dict[str, Any] = of_process(names)[name]
-        return value
-
-    return of
+    asked = {
+        item.callspec.params.get("name")
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.module is request.module and hasattr(item, "callspec")
+    }
+    with ThreadPoolExecutor(2) as pool:
+        running = {}
+        for process in PROCESSES:
+            names = [name for name in process if name in asked]
+            if names:
+                folder = str(tmp_path_factory.mktemp("checkpoints"))
+                future = pool.submit(fresh, run_models, env=env, timeout=840, names=names, folder=folder)
+                running.update(dict.fromkeys(names, future))
+        yield lambda name: running[name].result().value[name]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -158,21 +158,28 @@ def test_the_size_of_the_cache_is_ours_if_nobody_gives_one(fields: dict[str, Any
 
 
 class Spec:
-    page_size_bytes = 10
+    def __init__(self, size: int) -> None:
+        self.page_size_bytes = size // 10
+        self.sequence = size - self.page_size_bytes
 
     def max_memory_usage_bytes(self, config: Any) -> int:
-        return 90
+        return self.sequence
 
 
 @pytest.mark.parametrize(
-    ("free", "workers", "size"),
+    ("free", "workers", "sequence", "size"),
     [
-        pytest.param(1000, 1, 500, id="half"),
-        pytest.param(1000, 2, 250, id="half-of-two-workers"),
-        pytest.param(10**9, 1, 2 * 3 * (90 + 10) * 4, id="no-more-than-useful"),
+        pytest.param(100 * GIB, 1, GIB, 4 * GIB, id="the-usual"),
+        pytest.param(100 * GIB, 1, 10 * GIB, 10 * GIB, id="one-sequence-at-least"),
+        pytest.param(6 * GIB, 1, GIB, 3 * GIB, id="half-of-what-is-free"),
+        pytest.param(6 * GIB, 2, GIB, 3 * GIB // 2, id="half-for-two-workers"),
+        pytest.param(6 * GIB, 1, 10 * GIB, 3 * GIB, id="never-more-than-half"),
+        pytest.param(100 * GIB, 1, 1000, 2 * 4 * 1000, id="no-more-than-useful"),
     ],
 )
-def test_default_size_of_the_cache(free: int, workers: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_size_of_the_cache(
+    free: int, workers: int, sequence: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = object.__new__(ReferenceWorker)
     warmed: list[bool] = []
     worker.cache_config = VllmConfig().cache_config
@@ -180,7 +187,8 @@ def test_default_size_of_the_cache(free: int, workers: int, size: int, monkeypat
     worker.parallel_config = SimpleNamespace(local_world_size=workers)
     worker.scheduler_config = SimpleNamespace(max_num_seqs=4)
     worker.model_runner = SimpleNamespace(warming_up_model=lambda: warmed.append(True))
-    monkeypatch.setattr(ReferenceWorker, "get_kv_cache_spec", lambda self: {str(i): Spec() for i in range(3)})
+    layers = {str(i): Spec(sequence // 2) for i in range(2)}
+    monkeypatch.setattr(ReferenceWorker, "get_kv_cache_spec", lambda self: layers)
     monkeypatch.setattr(ReferencePlatform, "free_memory", classmethod(lambda cls: free))
     assert worker.determine_available_memory() == size
     assert warmed == [True]

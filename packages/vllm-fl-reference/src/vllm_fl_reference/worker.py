@@ -23,6 +23,8 @@ THREADS_KEY = "vllm_fl_threads"
 
 #: Share of the memory that is still free once the weights are loaded, which the KV caches of all workers may take.
 KV_CACHE_SHARE = 0.5
+#: Size of a worker's KV cache if nothing asks for more or less. The memory is taken at once: PyTorch writes the zeros.
+KV_CACHE_BYTES = 4 * GIB
 
 
 class ReferenceWorker(FLWorkerMixin, CPUWorker):
@@ -49,10 +51,11 @@ class ReferenceWorker(FLWorkerMixin, CPUWorker):
         self.vllm_config.additional_config[THREADS_KEY] = torch.get_num_threads()
         super().load_model(*args, **kwargs)
         pack_linear_layers(self.model_runner.get_model())
+        use_huge_pages()
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
         result = super().compile_or_warm_up_model(*args, **kwargs)
-        use_huge_pages()
+        use_huge_pages(at_once=False)  # by now there is the KV cache, gigabytes of which little is in use
         return result
 
     def determine_available_memory(self) -> int:
@@ -61,7 +64,12 @@ class ReferenceWorker(FLWorkerMixin, CPUWorker):
             return int(super().determine_available_memory())
         self._compile_model()
         free = ReferencePlatform.free_memory()
-        size = min(int(free * KV_CACHE_SHARE) // self.parallel_config.local_world_size, self._useful_cache_bytes())
+        one = self._sequence_bytes()
+        # Twice a full batch of full sequences: as much again for prefixes to reuse. More could not be used.
+        useful = 2 * one * int(self.scheduler_config.max_num_seqs)
+        size = min(
+            int(free * KV_CACHE_SHARE) // self.parallel_config.local_world_size, useful, max(KV_CACHE_BYTES, one)
+        )
         get_logger(__name__).info(
             "KV cache: %s of %s free memory (--kv-cache-memory-bytes changes it)", _shown(size), _shown(free)
         )
@@ -72,11 +80,10 @@ class ReferenceWorker(FLWorkerMixin, CPUWorker):
         if asked is None or asked():
             self.model_runner.warming_up_model()
 
-    def _useful_cache_bytes(self) -> int:
-        """Twice what a full batch of sequences of full length takes: as much again for prefixes to reuse."""
+    def _sequence_bytes(self) -> int:
+        """What one sequence of full length takes, and a block more."""
         specs = self.get_kv_cache_spec().values()
-        one = sum(spec.max_memory_usage_bytes(self.vllm_config) + spec.page_size_bytes for spec in specs)
-        return 2 * int(one) * int(self.scheduler_config.max_num_seqs)
+        return sum(int(spec.max_memory_usage_bytes(self.vllm_config) + spec.page_size_bytes) for spec in specs)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
         # vLLM would ask for its CUDA allocator, which serves sleep mode, on every platform that it does not know.
