@@ -24,6 +24,7 @@ ENTRY_POINTS = {
         "nvidia": "vllm_fl_nvidia.plugin:PLUGIN",
         "reference": "vllm_fl_reference.plugin:PLUGIN",
     },
+    "vllm_fl.communicators": {"flagcx": "vllm_fl_comm.plugin:PLUGIN"},
 }
 
 

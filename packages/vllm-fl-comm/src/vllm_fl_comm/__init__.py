@@ -1,4 +1,4 @@
-"""FlagCX communication of vllm-fl: a skeleton that offers no communicator yet."""
+"""FlagCX communication of vllm-fl. Importing this loads neither torch nor FlagCX."""
 
 from vllm_fl.version import __version__
 

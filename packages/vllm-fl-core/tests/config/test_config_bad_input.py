@@ -14,6 +14,8 @@ Load = Callable[..., Settings]
 
 _KNOWN = ", ".join(KEYS)
 _TOKENS = "flagos, reference, vendor, vendor:NAME, impl:ID"
+_SECONDS = "a number of seconds above 0"
+_BYTES = "a number of bytes up to 8388608, such as 65536, 64KiB or 8MiB"
 _BOOLEAN = "a boolean (true/false, yes/no, on/off or 1/0)"
 
 
@@ -88,6 +90,12 @@ FILES = {
         "prefer: [vendor]\n",
         "my.yaml:1:9: prefer: a list is not one of flagos, vendor, reference",
     ),
+    "seconds": ("comm_timeout: 5s\n", f"my.yaml:1:15: comm_timeout: '5s' is not {_SECONDS}"),
+    "seconds that never come": ("comm_timeout: 0\n", f"my.yaml:1:15: comm_timeout: '0' is not {_SECONDS}"),
+    "seconds without an end": ("comm_timeout: inf\n", f"my.yaml:1:15: comm_timeout: 'inf' is not {_SECONDS}"),
+    "bytes": ("comm_custom_max_bytes: 1MB\n", f"my.yaml:1:24: comm_custom_max_bytes: '1MB' is not {_BYTES}"),
+    "too many bytes": ("comm_custom_max_bytes: 9MiB\n", f"my.yaml:1:24: comm_custom_max_bytes: '9MiB' is not {_BYTES}"),
+    "communicator": ("comm: flag cx\n", "my.yaml:1:7: comm: 'flag cx' is not the name of a communicator"),
     "strict": ("strict: maybe\n", f"my.yaml:1:9: strict: 'maybe' is not {_BOOLEAN}"),
     "strict as a number": ("strict: 2\n", f"my.yaml:1:9: strict: '2' is not {_BOOLEAN}"),
     "strict without a value": ("prefer: vendor\nstrict:\n", f"my.yaml:2:8: strict: has no value; expected {_BOOLEAN}"),
@@ -259,7 +267,7 @@ def test_unknown_variable_that_resembles_none_lists_all(load: Load) -> None:
     text = message(load, VLLM_FL_ZZZ="1")
     start = "environment variable VLLM_FL_ZZZ: there is no such variable; known variables: VLLM_FL_CONFIG, "
     assert text.startswith(start)
-    assert text.endswith(", FLAGGEMS_ENABLE_OPLIST_PATH, FLAGCX_PATH")
+    assert text.endswith(", FLAGCX_CUSTOM_OP_ENABLE, FLAGCX_PATH")
 
 
 def test_missing_file(load: Load, tmp_path: Path) -> None:

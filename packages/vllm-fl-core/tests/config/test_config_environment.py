@@ -51,6 +51,10 @@ VALUES = {
     "VLLM_FL_OOT_ENABLED": ("0", "oot_enabled", False),
     "VLLM_FL_OOT_WHITELIST": ("a,b", "oot_whitelist", {"a", "b"}),
     "VLLM_FL_OOT_BLACKLIST": ("a,b", "oot_blacklist", {"a", "b"}),
+    "VLLM_FL_COMM": ("flagcx", "comm", "flagcx"),
+    "VLLM_FL_COMM_TIMEOUT": ("1.5", "comm_timeout", 1.5),
+    "VLLM_FL_COMM_CUSTOM_ALL_REDUCE": ("1", "comm_custom_all_reduce", True),
+    "VLLM_FL_COMM_CUSTOM_MAX_BYTES": ("512KiB", "comm_custom_max_bytes", 512 << 10),
     "VLLM_FL_LOG_LEVEL": ("debug", "log_level", "DEBUG"),
     "VLLM_FL_DISPATCH_DEBUG": ("1", "dispatch_debug", True),
     "VLLM_FL_PLUGIN_MODULES": ("a.b,c", "plugin_modules", ("a.b", "c")),
@@ -59,7 +63,7 @@ VALUES = {
 
 
 def test_every_variable_has_a_case() -> None:
-    assert set(VALUES) | {"VLLM_FL_CONFIG", "FLAGCX_PATH"} == set(ENVIRONMENT)
+    assert set(VALUES) | {"VLLM_FL_CONFIG", "FLAGCX_PATH", "FLAGCX_CUSTOM_OP_ENABLE"} == set(ENVIRONMENT)
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -72,7 +76,7 @@ def test_variable_sets_its_key(load: Load, name: str) -> None:
 
 
 def test_another_distributions_variable_is_known(load: Load) -> None:
-    assert load(FLAGCX_PATH="/opt/flagcx") == Settings()
+    assert load(FLAGCX_PATH="/opt/flagcx", FLAGCX_CUSTOM_OP_ENABLE="1") == Settings()
 
 
 def test_variables_of_others_are_left_alone(load: Load) -> None:

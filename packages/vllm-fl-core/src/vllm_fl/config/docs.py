@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .environment import ENVIRONMENT, UNSUPPORTED
-from .keys import KEYS, Key
+from .keys import KEYS, shown_default
 
 
 def environment_table() -> str:
@@ -23,7 +23,7 @@ def environment_table() -> str:
 def key_table() -> str:
     """Every key of a configuration file, as a Markdown table."""
     rows = [
-        (f"`{name}`", key.type, _default(key), "yes" if key.in_platform_file else "no", key.help)
+        (f"`{name}`", key.type, _default(name), "yes" if key.in_platform_file else "no", key.help)
         for name, key in KEYS.items()
     ]
     return _table(("Key", "Value", "Default", "In a platform file", "Meaning"), rows)
@@ -53,13 +53,12 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if arguments else 2
 
 
-def _default(key: Key) -> str:
-    value = key.default
+def _default(name: str) -> str:
+    key, value = KEYS[name], KEYS[name].default
     if value is None:
         return "every one" if key.merging == "restriction" else ""
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    return f"`{value}`" if isinstance(value, str) else "empty"
+    shown = shown_default(name)
+    return f"`{shown}`" if shown else "empty"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

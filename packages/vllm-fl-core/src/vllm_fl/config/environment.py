@@ -11,7 +11,7 @@ from typing import Any
 from vllm_fl.errors import nearest
 
 from .document import Location, Raw, dotted
-from .keys import KEYS
+from .keys import KEYS, shown_default
 from .layer import Layer, typed_layer
 from .problems import Origin, Problem
 
@@ -30,7 +30,7 @@ class Variable:
 
 def _variable(key: str, type: str | None = None, help: str | None = None) -> Variable:
     value = KEYS[key].default
-    default = {True: "1", False: "0"}[value] if isinstance(value, bool) else value if isinstance(value, str) else ""
+    default = {True: "1", False: "0"}[value] if isinstance(value, bool) else shown_default(key)
     text = (type or KEYS[key].type).replace("list", "names separated by commas")
     return Variable(text, default, help or KEYS[key].help, key)
 
@@ -68,12 +68,22 @@ ENVIRONMENT: Mapping[str, Variable] = MappingProxyType(
         "VLLM_FL_OOT_ENABLED": _variable("oot_enabled"),
         "VLLM_FL_OOT_WHITELIST": _variable("oot_whitelist"),
         "VLLM_FL_OOT_BLACKLIST": _variable("oot_blacklist"),
+        "VLLM_FL_COMM": _variable("comm"),
+        "VLLM_FL_COMM_TIMEOUT": _variable("comm_timeout"),
+        "VLLM_FL_COMM_CUSTOM_ALL_REDUCE": _variable("comm_custom_all_reduce"),
+        "VLLM_FL_COMM_CUSTOM_MAX_BYTES": _variable("comm_custom_max_bytes"),
         "VLLM_FL_LOG_LEVEL": _variable("log_level"),
         "VLLM_FL_DISPATCH_DEBUG": _variable("dispatch_debug"),
         "VLLM_FL_PLUGIN_MODULES": _variable("plugin_modules"),
+        "VLLM_FL_TRACE_DIR": _variable("trace_dir"),
         "FLAGGEMS_ENABLE_OPLIST_PATH": _variable("oplist_path"),
+        "FLAGCX_CUSTOM_OP_ENABLE": Variable(
+            "0 or 1", "", "FlagCX's own variable for its all-reduce kernels; see `comm_custom_all_reduce`."
+        ),
         "FLAGCX_PATH": Variable(
-            "path of a directory", "", "Where FlagCX is installed; read by vllm-fl-comm, checked there."
+            "path of a directory or of libflagcx.so",
+            "",
+            "Where FlagCX is; selects its communicator, that of vllm-fl-comm, unless `comm` says otherwise.",
         ),
     }
 )

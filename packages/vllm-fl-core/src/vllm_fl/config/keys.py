@@ -100,6 +100,31 @@ KEYS: Mapping[str, Key] = MappingProxyType(
             "The platform to use. Without it, the one backend whose probe succeeds is used.",
             in_platform_file=False,
         ),
+        "comm": Key(
+            "name of an installed communicator, or native",
+            None,
+            "The library that ranks communicate by; `native`: the platform's own. "
+            "Without it, a communicator is used if its own variable is set (`FLAGCX_PATH`), else the platform's own.",
+            in_platform_file=False,
+        ),
+        "comm_timeout": Key(
+            "seconds",
+            600.0,
+            "How long an operation between ranks may take before it is given up, with an error that names it.",
+            in_platform_file=False,
+        ),
+        "comm_custom_all_reduce": Key(
+            "boolean",
+            None,
+            "FlagCX's own all-reduce kernels are used where every rank can. "
+            "Without it, `FLAGCX_CUSTOM_OP_ENABLE` decides, and they are off if that is not set.",
+            in_platform_file=False,
+        ),
+        "comm_custom_max_bytes": Key(
+            "bytes, or a number with KiB or MiB; at most 8MiB",
+            8 << 20,
+            "The largest message for FlagCX's own all-reduce kernels.",
+        ),
         "plugin_modules": Key(
             "list",
             (),
@@ -124,6 +149,12 @@ KEYS: Mapping[str, Key] = MappingProxyType(
             "Record which implementation served each operator in this file.",
             in_platform_file=False,
         ),
+        "trace_dir": Key(
+            "path of a directory",
+            None,
+            "Each process writes its selection trace there when it is asked, by `vllm-fl explain --live`.",
+            in_platform_file=False,
+        ),
     }
 )
 
@@ -135,3 +166,13 @@ REPLACED_KEYS: Mapping[str, str] = MappingProxyType(
         "per_op": "the key is 'op_backends'",
     }
 )
+
+
+def shown_default(name: str) -> str:
+    """The default of a key as one would write it; empty if there is none to write."""
+    value = KEYS[name].default
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and value and value % (1 << 20) == 0:
+        return f"{value >> 20}MiB"
+    return f"{value:g}" if isinstance(value, (int, float)) else value if isinstance(value, str) else ""

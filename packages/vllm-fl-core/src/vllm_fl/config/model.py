@@ -31,6 +31,8 @@ _BOOLEANS = "true/false, yes/no, on/off or 1/0"
 _LIST = "a list or names separated by commas"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
 _LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+_BYTES = re.compile(r"([0-9]{1,12}) ?(KiB|MiB)?")
+_SHIFTS = {"": 0, "KiB": 10, "MiB": 20}
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -146,6 +148,31 @@ def _whole_list(every: bool) -> Callable[[list[str]], list[str]]:
     return check
 
 
+def _seconds(value: Any) -> float:
+    expected = "a number of seconds above 0"
+    word = _text(value, expected)
+    try:
+        seconds = float(word)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise _error(f"{value!r} is not {expected}")
+    return seconds
+
+
+def _bytes_up_to(limit: int) -> Callable[[Any], int]:
+    expected = f"a number of bytes up to {limit}, such as 65536, 64KiB or 8MiB"
+
+    def check(value: Any) -> int:
+        match = _BYTES.fullmatch(_text(value, expected))
+        size = int(match[1]) << _SHIFTS[match[2] or ""] if match else limit + 1
+        if size > limit:
+            raise _error(f"{value!r} is not {expected}")
+        return size
+
+    return check
+
+
 def _some_tokens(tokens: list[str]) -> list[str]:
     if not tokens:
         raise _error(f"names no token; expected at least one of {TOKEN_FORMS}, or no entry for the operator")
@@ -184,6 +211,19 @@ Preference = Annotated[str, BeforeValidator(_one_of(PREFERENCES)), WithJsonSchem
 LogLevel = Annotated[str, BeforeValidator(_one_of(LOG_LEVELS, str.upper)), WithJsonSchema(_TEXT_SCHEMA)]
 Label = Annotated[str, BeforeValidator(_matching(_LABEL, "the name of a backend")), WithJsonSchema(_TEXT_SCHEMA)]
 PathText = Annotated[Path, BeforeValidator(lambda value: expanded(_text(value, "a path")))]
+Communicator = Annotated[
+    str, BeforeValidator(_matching(_LABEL, "the name of a communicator")), WithJsonSchema(_TEXT_SCHEMA)
+]
+Seconds = Annotated[
+    float,
+    BeforeValidator(_seconds),
+    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, _TEXT_SCHEMA]}),
+]
+CustomBytes = Annotated[
+    int,
+    BeforeValidator(_bytes_up_to(8 << 20)),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0, "maximum": 8 << 20}, _TEXT_SCHEMA]}),
+]
 Modules = Annotated[
     list[Annotated[str, BeforeValidator(_matching(_MODULE, "the name of a module"))]],
     BeforeValidator(_split(",", _LIST)),
@@ -231,10 +271,15 @@ class LayerModel(BaseModel):
     oot_blacklist: OperatorSet = _key("oot_blacklist")
     prefer_enabled: Boolean = _key("prefer_enabled")
     platform: Label = _key("platform")
+    comm: Communicator = _key("comm")
+    comm_timeout: Seconds = _key("comm_timeout")
+    comm_custom_all_reduce: Boolean = _key("comm_custom_all_reduce")
+    comm_custom_max_bytes: CustomBytes = _key("comm_custom_max_bytes")
     plugin_modules: Modules = _key("plugin_modules")
     log_level: LogLevel = _key("log_level")
     dispatch_debug: Boolean = _key("dispatch_debug")
     oplist_path: PathText = _key("oplist_path")
+    trace_dir: PathText = _key("trace_dir")
 
 
 def json_schema() -> dict[str, Any]:

@@ -53,10 +53,15 @@ class Settings:
     oot_blacklist: frozenset[str] = frozenset()
     prefer_enabled: bool = True
     platform: str | None = None
+    comm: str | None = None
+    comm_timeout: float = 600.0
+    comm_custom_all_reduce: bool | None = None
+    comm_custom_max_bytes: int = 8 << 20
     plugin_modules: tuple[str, ...] = ()
     log_level: str = "INFO"
     dispatch_debug: bool = False
     oplist_path: Path | None = None
+    trace_dir: Path | None = None
     warnings: tuple[str, ...] = ()
     origins: Mapping[OriginPath, Origin] = field(
         default_factory=lambda: MappingProxyType({}), repr=False, compare=False

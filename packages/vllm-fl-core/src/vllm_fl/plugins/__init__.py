@@ -5,6 +5,16 @@ Neither torch nor vllm is imported, so that vLLM may call it while it is being i
 
 from __future__ import annotations
 
+from .communicators import (
+    COMMUNICATOR_GROUP,
+    CommunicatorChoice,
+    CommunicatorPlugin,
+    InstalledCommunicator,
+    choose_communicator,
+    communicator_class,
+    installed_communicators,
+    reset_communicators,
+)
 from .descriptor import BackendPlugin, InstalledBackend, load_object
 from .loading import BACKEND_GROUP, installed_backends, platform_file, reset_backends
 from .native import has_native_platform
@@ -13,19 +23,27 @@ from .requirements import SUPPORTED_VLLM, installed_vllm, requirement_problem, v
 
 __all__ = [
     "BACKEND_GROUP",
+    "COMMUNICATOR_GROUP",
     "PLATFORM_ENV",
     "SUPPORTED_VLLM",
     "BackendPlugin",
+    "CommunicatorChoice",
+    "CommunicatorPlugin",
     "InstalledBackend",
+    "InstalledCommunicator",
     "PlatformChoice",
+    "choose_communicator",
+    "communicator_class",
     "has_native_platform",
     "installed_backends",
+    "installed_communicators",
     "installed_vllm",
     "load_object",
     "platform_file",
     "probe",
     "requirement_problem",
     "reset_backends",
+    "reset_communicators",
     "reset_platform",
     "resolve_platform",
     "vllm_version_warning",

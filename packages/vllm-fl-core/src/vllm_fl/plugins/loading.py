@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from vllm_fl.errors import PlatformError
 from vllm_fl.logging import get_logger
@@ -63,40 +64,72 @@ def platform_file(plugin: BackendPlugin) -> PlatformFile | None:
 
 
 def _backends() -> list[InstalledBackend]:
-    points = sorted(entry_points(group=BACKEND_GROUP), key=lambda point: (point.name, _distribution(point)))
+    found = load_group(BACKEND_GROUP, BackendPlugin, "a backend")
+    return [InstalledBackend(item.plugin, item.distribution, item.entry_point, item.error) for item in found]
+
+
+class Named(Protocol):
+    """What an entry point of ours is expected to be."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def requires(self) -> tuple[str, ...]: ...
+
+
+P = TypeVar("P", bound=Named)
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[P]):
+    """An entry point, what it holds if that could be loaded, and why it cannot be used, if it cannot."""
+
+    plugin: P | None
+    distribution: str
+    entry_point: str
+    error: str | None = None
+
+
+def load_group(group: str, expected: type[P], what: str) -> list[Loaded[P]]:
+    """Every entry point of `group`, by name, each checked to be an `expected` that can be used here."""
+    points = sorted(entry_points(group=group), key=lambda point: (point.name, _distribution(point)))
     names = Counter(point.name for point in points)
-    return [_load(point) if names[point.name] == 1 else _ambiguous(point, points) for point in points]
+    return [
+        _load(point, expected) if names[point.name] == 1 else Loaded(None, *_ambiguous(point, points, what))
+        for point in points
+    ]
 
 
 def _distribution(point: EntryPoint) -> str:
     return point.dist.name if point.dist is not None else "an unknown distribution"
 
 
-def _ambiguous(point: EntryPoint, points: list[EntryPoint]) -> InstalledBackend:
+def _ambiguous(point: EntryPoint, points: list[EntryPoint], what: str) -> tuple[str, str, str]:
     claimants = ", ".join(_distribution(other) for other in points if other.name == point.name)
-    error = f"several distributions bring a backend of this name: {claimants}; uninstall all but one"
-    return InstalledBackend(None, _distribution(point), point.name, error)
+    error = f"several distributions bring {what} of this name: {claimants}; uninstall all but one"
+    return _distribution(point), point.name, error
 
 
-def _load(point: EntryPoint) -> InstalledBackend:
+def _load(point: EntryPoint, expected: type[P]) -> Loaded[P]:
     distribution = _distribution(point)
     error = _core_mismatch(distribution)
     if error is not None:
-        return InstalledBackend(None, distribution, point.name, error)
+        return Loaded(None, distribution, point.name, error)
     remedy = f"repair it (pip install --force-reinstall {distribution}) or remove it (pip uninstall {distribution})"
     try:
         plugin = point.load()
     except (Exception, SystemExit) as raised:  # a plug-in's import may fail in any way
         error = f"loading {point.value} raised {type(raised).__name__}: {raised}; {remedy}"
-        return InstalledBackend(None, distribution, point.name, error)
-    if not isinstance(plugin, BackendPlugin):
-        error = f"{point.value} is of type {type(plugin).__name__}, expected vllm_fl.plugins.BackendPlugin; {remedy}"
-        return InstalledBackend(None, distribution, point.name, error)
+        return Loaded(None, distribution, point.name, error)
+    if not isinstance(plugin, expected):
+        wanted = f"vllm_fl.plugins.{expected.__name__}"
+        error = f"{point.value} is of type {type(plugin).__name__}, expected {wanted}; {remedy}"
+        return Loaded(None, distribution, point.name, error)
     if plugin.name != point.name:
         error = f"{point.value} is named {plugin.name!r}, its entry point {point.name!r}; {remedy}"
-        return InstalledBackend(plugin, distribution, point.name, error)
+        return Loaded(plugin, distribution, point.name, error)
     problems = [problem for problem in map(requirement_problem, plugin.requires) if problem]
-    return InstalledBackend(plugin, distribution, point.name, "; ".join(problems) or None)
+    return Loaded(plugin, distribution, point.name, "; ".join(problems) or None)
 
 
 def _core_mismatch(distribution: str) -> str | None:
