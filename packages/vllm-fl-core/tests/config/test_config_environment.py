@@ -58,6 +58,7 @@ VALUES = {
     "VLLM_FL_LOG_LEVEL": ("debug", "log_level", "DEBUG"),
     "VLLM_FL_DISPATCH_DEBUG": ("1", "dispatch_debug", True),
     "VLLM_FL_PLUGIN_MODULES": ("a.b,c", "plugin_modules", ("a.b", "c")),
+    "VLLM_FL_TRACE_DIR": ("a/b", "trace_dir", Path("a/b")),
     "FLAGGEMS_ENABLE_OPLIST_PATH": ("a/b.txt", "oplist_path", Path("a/b.txt")),
 }
 

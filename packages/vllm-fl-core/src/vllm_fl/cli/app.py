@@ -9,7 +9,7 @@ import typer
 
 from vllm_fl.version import __version__
 
-COMMANDS = ("quickstart",)
+COMMANDS = ("quickstart", "info", "explain", "config", "conformance")
 """Modules of `vllm_fl.cli.commands` in the order of the help; each has ``register(app)``."""
 
 
@@ -20,7 +20,6 @@ def build_app() -> typer.Typer:
         help="One unmodified vLLM on any chip.",
         epilog="Exit codes: 0 done, 1 failed, 2 wrong arguments or configuration, 3 something is missing, 130 Ctrl-C.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
     )

@@ -16,7 +16,7 @@ from vllm_fl.logging import get_logger, set_log_level
 
 from .environment import ENVIRONMENT, UNSUPPORTED, Variable, environment_layers, variable_place
 from .keys import KEYS, Key
-from .layer import Layer, file_layer, platform_layer
+from .layer import Layer, file_layer, line_and_column, platform_layer
 from .merge import Merged, conflicts, merge
 from .model import expanded, is_edit, json_schema
 from .names import unknown_names
@@ -99,15 +99,13 @@ def check_file(
     Names of operators, vendors and implementations are checked against the given ones, if given.
     """
     layer, problems = file_layer(Path(path), "")
-    if problems:
-        return problems
     # What edits another layer can only be judged together with that layer.
     standing = {key: value for key, value in layer.values.items() if not _edits(value)}
     merged = merge([Layer(standing, layer.origins)])
     names = unknown_names(
         _settings(merged, ()), merged.origins, operators=operators, vendors=vendors, impl_ids=impl_ids
     )
-    return conflicts(merged) + names
+    return sorted(problems + conflicts(merged) + names, key=line_and_column)
 
 
 def get_settings() -> Settings:

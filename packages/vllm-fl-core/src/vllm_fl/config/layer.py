@@ -37,11 +37,17 @@ class Layer:
 def typed_layer(
     raw: Mapping[str, Raw], layer: LayerName, place: Callable[[Location, bool], str]
 ) -> tuple[Layer, list[Problem]]:
-    """Check `raw` against the model; `place` says where a value, or (True) its key, stands."""
+    """Check `raw` against the model; `place` says where a value, or (True) its key, stands.
+
+    Keys with a problem are not in the layer, the others are, so that their names can be judged too.
+    """
     try:
         model = LayerModel.model_validate(dict(raw))
     except ValidationError as error:
-        return Layer(), [_problem(detail, place) for detail in error.errors(include_url=False)]
+        details = error.errors(include_url=False)
+        wrong = {detail["loc"][0] for detail in details}
+        sound, _ = typed_layer({key: value for key, value in raw.items() if key not in wrong}, layer, place)
+        return sound, [_problem(detail, place) for detail in details]
     values: dict[str, Any] = {}
     origins: dict[OriginPath, Origin] = {}
     for key in sorted(model.model_fields_set):
@@ -90,7 +96,7 @@ def platform_layer(data: bytes, name: str) -> tuple[Layer, list[Problem]]:
     for key in document.raw:
         if key in KEYS and not KEYS[key].in_platform_file:
             problems.append(Problem(document.place((key,), True), key, text))
-    return layer, sorted(problems, key=_line_and_column)
+    return layer, sorted(problems, key=line_and_column)
 
 
 def _document_layer(document: Document, layer: LayerName) -> tuple[Layer, list[Problem]]:
@@ -98,11 +104,12 @@ def _document_layer(document: Document, layer: LayerName) -> tuple[Layer, list[P
     # A value that the document itself complains about is None in `raw`, and the model would complain again.
     seen = {(problem.where, problem.key) for problem in document.problems}
     found = document.problems + [p for p in problems if (p.where, p.key) not in seen]
-    return checked, sorted(found, key=_line_and_column)
+    return checked, sorted(found, key=line_and_column)
 
 
-def _line_and_column(problem: Problem) -> tuple[int, int]:
+def line_and_column(problem: Problem) -> tuple[int, int]:
+    """Where in its file a problem is; (0, 0) if it is about the file as a whole."""
     parts = problem.where.rsplit(":", 2)
     if len(parts) == 3 and parts[1].isdigit() and parts[2].isdigit():
         return int(parts[1]), int(parts[2])
-    return 0, 0  # the file as a whole
+    return 0, 0

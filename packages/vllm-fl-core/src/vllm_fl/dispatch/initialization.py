@@ -9,6 +9,8 @@ from vllm_fl.logging import get_logger
 from .discovery import discover_backends, discover_plugins
 
 if TYPE_CHECKING:
+    from vllm_fl.config import Settings
+
     from .manager import OpManager
 
 
@@ -32,11 +34,26 @@ def register_everything(manager: OpManager) -> None:
         operators=registry.known_operators(),
         vendors={vendor for vendor in vendors if vendor},
         impl_ids={impl.impl_id for impl in impls},
+        flagos_operators=_flagos_operators(settings),
     )
     if settings.oplist_path is not None:
         manager.observers.write_oplist(settings.oplist_path, str(settings.origin("oplist_path")))
+    if settings.trace_dir is not None:
+        from vllm_fl.diagnostics.live import Tracer
+
+        manager.tracer = Tracer(manager, settings.trace_dir, str(settings.origin("trace_dir")))
+        manager.tracer.start()
     for op_name in registry.known_operators():
         manager.bind(op_name)
     if settings.dispatch_debug:
         traces = [manager.selection(op_name).explain() for op_name in registry.list_operators()]
         get_logger(__name__).info("operators and implementations:\n%s", "\n".join(traces))
+
+
+def _flagos_operators(settings: Settings) -> frozenset[str] | None:
+    """What the lists of kind flagos may name; None where they name nothing, or FlagGems is not here to compare with."""
+    if settings.flagos_whitelist is None and not settings.flagos_blacklist:
+        return None
+    from vllm_fl.flagos.aten import flagos_operators
+
+    return flagos_operators()

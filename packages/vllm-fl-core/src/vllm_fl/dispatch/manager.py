@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from vllm_fl.catalog import OpSpec
@@ -29,6 +29,9 @@ from .policy import PolicyManager, SelectionPolicy
 from .registry import OpRegistry
 from .selection import Selection
 from .types import OpImpl
+
+if TYPE_CHECKING:
+    from vllm_fl.diagnostics.live import Tracer
 
 __all__ = ["OpManager", "get_default_manager", "reset_default_manager"]
 
@@ -54,6 +57,7 @@ class OpManager:
         self._lock = threading.RLock()
         self._policies = PolicyManager.get_instance()
         self.observers = Observers()
+        self.tracer: Tracer | None = None
         self._planner = Planner(self.registry, self.observers)
         self._plans: dict[str, OpPlan] = {}
         self._context_plans: dict[tuple[str, SelectionPolicy], OpPlan] = {}

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_fl.config import ENVIRONMENT, reset_settings
+from vllm_fl.dispatch import clear_discovered_plugins, reset_default_manager, reset_global_policy
+from vllm_fl.plugins import reset_platform
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No setting of the machine that runs the tests; what is installed stays."""
+    for name in list(os.environ):
+        if name in ENVIRONMENT or name.startswith("VLLM_FL_"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def reset() -> None:
+        reset_default_manager()
+        reset_platform()
+        reset_settings()
+        clear_discovered_plugins()
+        reset_global_policy()
+
+    reset()
+    yield
+    reset()
+
+
+PLUGIN = """
+import torch
+from vllm_fl.dispatch import BackendImplKind, OpImpl
+
+def rms_norm(x, residual, weight, epsilon):
+    raise ValueError("planted")
+
+def silu_and_mul(x):
+    return torch.zeros_like(x)
+
+def narrow(x):
+    return "only rows of 64" if x.shape[-1] != 64 else True
+
+def register(registry):
+    for fn, vendor, fields in (
+        (rms_norm, "acme", {}),
+        (silu_and_mul, "acme", {"supports": narrow, "supported_dtypes": frozenset({"bfloat16"})}),
+    ):
+        registry.register_impl(
+            OpImpl(fn.__name__, f"vendor.{vendor}", BackendImplKind.VENDOR, fn, vendor=vendor, priority=100, **fields)
+        )
+"""
+
+
+@pytest.fixture
+def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``acme(VLLM_FL_PREFER="vendor")``: a plug-in module with two implementations, and these variables."""
+
+    def install(**environment: str) -> None:
+        (tmp_path / "acme_operators.py").write_text(PLUGIN)
+        monkeypatch.delitem(sys.modules, "acme_operators", raising=False)
+        for name, value in {"VLLM_FL_PLUGIN_MODULES": "acme_operators", **environment}.items():
+            monkeypatch.setenv(name, value)
+        reset_settings()
+
+    return install
