@@ -97,6 +97,14 @@ def triton_kernels() -> Availability:
     return _same_device(info)
 
 
+def triton_attention() -> Availability:
+    """Whether vLLM's Triton attention, which ours extends, can be used: it knows no interpreter."""
+    kernels = triton_kernels()
+    if kernels and is_interpreted():
+        return Availability(False, "vLLM's Triton attention does not run in Triton's interpreter (TRITON_INTERPRET)")
+    return kernels
+
+
 def _same_device(info: TritonInfo) -> Availability:
     from vllm_fl.plugins import resolve_platform
 

@@ -29,6 +29,7 @@ TRITON_OPERATORS = {
     "gemma_rms_norm": "kernels.normalization",
     "rms_norm_gated": "kernels.normalization",
     "rotary_embedding": "kernels.rotary",
+    "attention_backend": "backends",
     "reshape_and_cache": "kernels.cache",
     "compute_slot_mapping": "kernels.cache",
     "moe_align_block_size": "kernels.moe_align",
@@ -55,6 +56,7 @@ FLAGGEMS_OPERATORS: dict[str, Probe] = {
 _FLOATING = frozenset({"float32", "float16", "bfloat16"})
 #: Operator -> dtypes of its first tensor where these are not the floating ones.
 _DTYPES: dict[str, frozenset[str] | None] = {
+    "attention_backend": None,
     "compute_slot_mapping": None,
     "moe_align_block_size": None,
     "scaled_mm": frozenset({"float8_e4m3fn", "float8_e5m2", "int8"}),
@@ -66,9 +68,8 @@ def register(registry: OpRegistry) -> None:
     package = __package__ or "vllm_fl.flagos"
     for name, module in TRITON_OPERATORS.items():
         target = f"{package}.{module}:{name}"
-        registry.register_impl(
-            _implementation(name, TRITON, target, availability.triton_kernels, BackendPriority.DEFAULT)
-        )
+        probe = availability.triton_attention if name == "attention_backend" else availability.triton_kernels
+        registry.register_impl(_implementation(name, TRITON, target, probe, BackendPriority.DEFAULT))
     for name, probe in FLAGGEMS_OPERATORS.items():
         target = f"{package}.flaggems:{name}"
         registry.register_impl(_implementation(name, FLAGGEMS, target, probe, FLAGGEMS_PRIORITY))
@@ -83,7 +84,7 @@ def _implementation(name: str, impl_id: str, target: str, probe: Probe, priority
         priority=priority,
         supported_dtypes=_DTYPES.get(name, _FLOATING),
         supports=_no_bfloat16 if availability.is_interpreted() else None,
-        opaque=True,
+        opaque=name != "attention_backend",  # its result is no tensor
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 #: Programs along the second dimension of a grid; the hardware's limit is 65,535.
@@ -55,3 +57,20 @@ def rows_of(name: str, x: Tensor, width: int) -> Rows:
         return Rows(x, rows, x.shape[1], x.stride(0), x.stride(1))
     flat = x if x.dim() == 2 else x.reshape(-1, size)
     return Rows(flat, rows, size // width, flat.stride(0), width)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a device has; without a CUDA or ROCm device, as many as an H200."""
+    if device.type != "cuda":
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have; without a CUDA or ROCm device, as many as on an H200."""
+    if device.type != "cuda":
+        return 232448
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block)

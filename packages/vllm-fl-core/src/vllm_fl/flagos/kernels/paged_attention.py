@@ -1,0 +1,300 @@
+"""Causal attention over vLLM's paged KV cache, for batches of decodes, prefills (also chunked), and both.
+
+A program takes the query heads that share a KV head, for one decoded token or for a block of neighbouring tokens of a
+request, and walks over the context with a running maximum and sum (online softmax, in base 2). Where the decodes are
+too few to fill the device, the context of each is cut into splits, whose results a second kernel joins. The number of
+splits follows from the number of requests; a split beyond the end of a short context has nothing to do. Nothing depends
+on lengths that are known on the device only, so that a captured graph serves any lengths.
+
+Products are of the query's dtype with float32 sums (float32: IEEE products, no TF32), scores and weights float32. Keys
+and values of another floating dtype are converted. Any device; heads of at most 256 entries.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import multiprocessors, need_unit_stride, power_of_2, shared_memory
+
+#: Splits of a decode's context at most.
+MAX_SPLITS = 16
+#: A multiprocessor runs about two programs of the decode kernel at once.
+_PROGRAMS_PER_MULTIPROCESSOR = 2
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class Scratch(NamedTuple):
+    """Room for the results of splits: `values` [n, padded head size], `maxima` and `sums` [n], float32, contiguous;
+    n counts tokens times heads times splits, and any shapes of so many entries will do."""
+
+    values: Tensor
+    maxima: Tensor
+    sums: Tensor
+
+
+class _Tile(NamedTuple):
+    rows: int  # query heads of a program, over all its tokens
+    keys: int  # keys that it takes at a time
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _request_of_block(query_start_loc, block, first, requests, origin, BLOCK_Q: tl.constexpr):
+    """The request of a query block: request ``first + i`` begins at block ``(its start - origin) // BLOCK_Q + i``."""
+    low, high = 0, requests
+    while low < high:
+        middle = (low + high) // 2
+        if (tl.load(query_start_loc + first + middle) - origin) // BLOCK_Q + middle <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit(do_not_specialize=["first_request", "requests"])
+def _attend(
+    query, key_cache, value_cache, block_table, seq_lens, query_start_loc, sinks, output, partial, maxima, sums,
+    scale, soft_cap, first_request, requests,
+    stride_qt, stride_qh, stride_ot, stride_oh, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
+    stride_bt,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
+    DECODE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows of a program are tokens times heads of the group; DECODE: request i has one token, which is token i."""
+    block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    ROWS: tl.constexpr = BLOCK_Q * GROUP_PAD
+    row, d = tl.arange(0, ROWS), tl.arange(0, D_PAD)
+    if DECODE:
+        request = block
+        begin = block
+        query_len = 1
+        first = 0
+    else:
+        origin = tl.load(query_start_loc + first_request)
+        index = _request_of_block(query_start_loc, block, first_request, requests, origin, BLOCK_Q)
+        request = first_request + index
+        begin = tl.load(query_start_loc + request)
+        query_len = tl.load(query_start_loc + request + 1) - begin
+        first = (block - ((begin - origin) // BLOCK_Q + index)) * BLOCK_Q
+        if first >= query_len:
+            return
+    seq_len = tl.load(seq_lens + request)
+    context = seq_len - query_len
+    token = first + row // GROUP_PAD
+    inner = row % GROUP_PAD
+    valid = (token < query_len) & (inner < GROUP)
+    h = head * GROUP + inner
+    in_head = d < D
+    q_at = (begin + token)[:, None] * stride_qt + h[:, None] * stride_qh + d[None, :]
+    mask = valid[:, None] & in_head[None, :]
+    q = tl.load(query + q_at, mask=mask, other=0.0)
+
+    position = context + token
+    m = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, D_PAD), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + h, mask=valid, other=0.0).to(tl.float32) * _LOG2E
+        m = tl.where(split == 0, sink, m)
+        total += tl.where(split == 0, 1.0, 0.0)
+
+    low = 0
+    high = tl.minimum(context + first + BLOCK_Q, seq_len)
+    if WINDOW > 0:
+        low = tl.maximum(context + first - WINDOW + 1, 0) // TILE * TILE
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(high - low, TILE), SPLITS) * TILE
+        low = low + split * share
+        high = tl.minimum(low + share, high)
+    table = block_table + request.to(tl.int64) * stride_bt
+    k_head = key_cache + head * stride_kh
+    v_head = value_cache + head * stride_vh
+    n = tl.arange(0, TILE)
+    for start in range(low, high, TILE):
+        at = start + n
+        inside = at < high
+        page = tl.load(table + at // PAGE, mask=inside, other=0).to(tl.int64)
+        k_at = page * stride_kb + (at % PAGE) * stride_kn
+        k = tl.load(k_head + k_at[None, :] + d[:, None], mask=inside[None, :] & in_head[:, None], other=0.0)
+        s = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * (scale * _LOG2E)
+        if SOFT_CAP:
+            # tanh(x) = 2 sigmoid(2 x) - 1
+            s = (2.0 * tl.sigmoid(2.0 * s / (soft_cap * _LOG2E)) - 1.0) * (soft_cap * _LOG2E)
+        keep = inside[None, :]
+        if not DECODE:
+            keep = keep & (at[None, :] <= position[:, None])
+        if WINDOW > 0:
+            keep = keep & (at[None, :] > position[:, None] - WINDOW)
+        s = tl.where(keep, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - m_safe[:, None])
+        alpha = tl.exp2(m - m_safe)
+        total = total * alpha + tl.sum(p, 1)
+        v_at = page * stride_vb + (at % PAGE) * stride_vn
+        v = tl.load(v_head + v_at[:, None] + d[None, :], mask=inside[:, None] & in_head[None, :], other=0.0)
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
+        m = m_new
+    if SPLITS > 1:
+        heads = tl.num_programs(1) * GROUP
+        base = ((begin + token) * heads + h) * SPLITS + split
+        tl.store(partial + base[:, None] * D_PAD + d[None, :], acc, mask=mask)
+        tl.store(maxima + base, m, mask=valid)
+        tl.store(sums + base, total, mask=valid)
+    else:
+        acc = acc / tl.maximum(total, 1e-30)[:, None]
+        o_at = (begin + token)[:, None] * stride_ot + h[:, None] * stride_oh + d[None, :]
+        tl.store(output + o_at, acc.to(output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _join(
+    partial, maxima, sums, output, stride_ot, stride_oh, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """One program a token and head."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    base = (token * tl.num_programs(1) + head) * SPLITS
+    s, d = tl.arange(0, SPLITS), tl.arange(0, D_PAD)
+    m = tl.load(maxima + base + s)
+    weight = tl.exp2(m - tl.maximum(tl.max(m, 0), -1e30))
+    total = tl.sum(weight * tl.load(sums + base + s), 0)
+    acc = tl.load(partial + (base + s)[:, None] * D_PAD + d[None, :], mask=d[None, :] < D, other=0.0)
+    acc = tl.sum(acc * weight[:, None], 0) / tl.maximum(total, 1e-30)
+    tl.store(output + token * stride_ot + head * stride_oh + d, acc.to(output.dtype.element_ty), mask=d < D)
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    output: Tensor,
+    scale: float,
+    max_query_len: int,
+    num_decodes: int,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    scratch: Scratch | None = None,
+) -> None:
+    """Causal attention of a batch of requests whose keys and values are in the cache.
+
+    The query of request r are tokens ``query_start_loc[r]`` to ``query_start_loc[r + 1]``, the last ones of its
+    sequence. Query heads ``g * Hkv`` share KV heads in order. Rows of `output` without a request are left as they are.
+
+    Args:
+        query: [at least T, H, D], float32, float16 or bfloat16.
+        key_cache: [blocks, Hkv, block size, D], any strides but the last, which is 1.
+        value_cache: as `key_cache`.
+        block_table: [at least R, max blocks], int32.
+        seq_lens: [R], int32: tokens of each request, its query included; 0 for padding.
+        query_start_loc: [R + 1], int32, rising.
+        output: as `query`; written.
+        scale: applied to the scores.
+        max_query_len: upper bound of the lengths of the queries, on which the tile depends.
+        num_decodes: the first so many requests have one token each, or are padding that has a row in `query`.
+        window: a token sees so many last tokens, itself counted; 0 is no limit.
+        soft_cap: ``soft_cap * tanh(score / soft_cap)`` replaces a score; 0 is none.
+        sinks: [H], floating: a score for each head that takes weight and has no value; or None.
+        scratch: for splits; they are limited to what fits in. None allocates.
+
+    Raises:
+        NotImplementedError: heads of more than 256 entries, or a stride that is not taken.
+    """
+    num_heads, head_size = query.shape[1:]
+    if head_size > 256:
+        raise NotImplementedError(f"query: heads of {head_size} entries, at most 256")
+    for name, x in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache), ("output", output)):
+        need_unit_stride(name, x)
+    requests = seq_lens.shape[0]
+    if not requests or not query.shape[0]:
+        return
+    kv_heads = key_cache.shape[1]
+    group = num_heads // kv_heads
+    shape = {
+        "GROUP": group,
+        "GROUP_PAD": power_of_2(group),
+        "D": head_size,
+        "D_PAD": max(power_of_2(head_size), 16),
+        "PAGE": key_cache.shape[2],
+        "WINDOW": window,
+        "SOFT_CAP": soft_cap > 0,
+        "SINKS": sinks is not None,
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+    }
+    strides = (
+        query.stride(0), query.stride(1), output.stride(0), output.stride(1),
+        *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0),
+    )  # fmt: skip
+    tensors = (query, key_cache, value_cache, block_table, seq_lens, query_start_loc, sinks, output)
+    if num_decodes:
+        tile = _tile(1, shape["D_PAD"], shape["GROUP_PAD"], query)
+        splits, room = _splits(num_decodes, num_heads, kv_heads, shape["D_PAD"], scratch, query)
+        _attend[(num_decodes, kv_heads, splits)](
+            *tensors, *room, scale, soft_cap, 0, num_decodes, *strides, **shape,
+            BLOCK_Q=tile.rows // shape["GROUP_PAD"], TILE=tile.keys, DECODE=True, SPLITS=splits,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        if splits > 1:
+            _join[(num_decodes, num_heads)](
+                *room, output, output.stride(0), output.stride(1),
+                D=head_size, D_PAD=shape["D_PAD"], SPLITS=splits, num_warps=2,
+            )  # fmt: skip
+    if num_decodes < requests:
+        tile = _tile(max_query_len, shape["D_PAD"], shape["GROUP_PAD"], query)
+        block_q = tile.rows // shape["GROUP_PAD"]
+        rest = requests - num_decodes
+        # Each request may end in a block that is not full.
+        blocks = (query.shape[0] - num_decodes) // block_q + rest
+        _attend[(blocks, kv_heads, 1)](
+            *tensors, None, None, None, scale, soft_cap, num_decodes, rest, *strides, **shape,
+            BLOCK_Q=block_q, TILE=tile.keys, DECODE=False, SPLITS=1, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+
+def _tile(query_len: int, d_pad: int, group_pad: int, like: Tensor) -> _Tile:
+    """Measured on an H200 with heads of 128: 256 rows are faster than 128 although they spill.
+
+    Devices with less shared memory have no instructions for products of such tiles either.
+    """
+    is_wide, is_large = d_pad > 128, shared_memory(like.device) >= 200 * 1024
+    few = max(16, group_pad)
+    if like.dtype == torch.float32:
+        return _Tile(few, 16 if is_wide else 32, 4, 1)
+    if query_len <= 32:
+        if is_wide and is_large:
+            return _Tile(few, 64, 4, 3)
+        return _Tile(few, 32 if is_wide else 64, 2, 3)
+    rows = (256 if is_large else 128) // (2 if is_wide else 1)
+    rows = max(min(64 * group_pad, rows), group_pad)
+    return _Tile(rows, 64 if is_large else 32, 8 if is_wide or rows > 64 else 4, 2)
+
+
+def _splits(
+    requests: int, num_heads: int, kv_heads: int, d_pad: int, scratch: Scratch | None, like: Tensor
+) -> tuple[int, Scratch | tuple[None, None, None]]:
+    """Splits of each decode, a power of two, and where their results go."""
+    programs, entries = requests * kv_heads, requests * num_heads
+    most = MAX_SPLITS
+    if scratch is not None:
+        most = min(most, scratch.maxima.numel() // entries, scratch.values.numel() // (entries * d_pad))
+    wanted = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(like.device)
+    splits = 1
+    while programs * splits < wanted and 2 * splits <= most:
+        splits *= 2
+    if splits == 1:
+        return 1, (None, None, None)
+    if scratch is None:
+        new = functools.partial(like.new_empty, dtype=torch.float32)
+        scratch = Scratch(new((entries * splits, d_pad)), new((entries * splits,)), new((entries * splits,)))
+    return splits, scratch
