@@ -26,11 +26,6 @@ from vllm_fl.plugins import PlatformChoice, load_object, reset_platform
 
 #: Served by the vendor or the reference until there is a kernel.
 WITHOUT_KERNEL = {
-    "causal_conv1d_fn",
-    "causal_conv1d_update",
-    "chunk_gated_delta_rule",
-    "fused_gdn_gating",
-    "fused_recurrent_gated_delta_rule",
     "topk_sigmoid",
 }
 
