@@ -35,7 +35,7 @@ KERNELS: list[tuple[str, Provider, str | None]] = [
     ("triton_per_fused_rsqrt_2", Provider.INDUCTOR, None),
     ("triton_tem_fused_mm_3", Provider.INDUCTOR, None),
     ("fused_moe_kernel", Provider.VLLM_TRITON, "fused_experts"),
-    ("kernel_unified_attention", Provider.VLLM_TRITON, "attention"),
+    ("kernel_unified_attention", Provider.VLLM_TRITON, "attention_backend"),
     ("_causal_conv1d_update_kernel", Provider.VLLM_TRITON, "causal_conv1d_update"),
     (
         f"void vllm::act_and_mul_kernel<{BF16}, &({BF16} vllm::silu_kernel<{BF16}>({BF16} const&)), true>({BF16}*, "
@@ -60,14 +60,18 @@ KERNELS: list[tuple[str, Provider, str | None]] = [
     (
         "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::CollectiveMainloop>>>",
         Provider.FLASH_ATTENTION,
-        "attention",
+        "attention_backend",
     ),
     (
         "void flash::flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128, 64, 128, 4, cutlass::bfloat16_t> >",
         Provider.FLASH_ATTENTION,
-        "attention",
+        "attention_backend",
     ),
-    ("void flashinfer::BatchDecodeWithPagedKVCacheKernel<true>(flashinfer::Params)", Provider.FLASHINFER, "attention"),
+    (
+        "void flashinfer::BatchDecodeWithPagedKVCacheKernel<true>(flashinfer::Params)",
+        Provider.FLASHINFER,
+        "attention_backend",
+    ),
     ("void flashinfer::sampling::TopPRenormProbKernel<1024>(float*)", Provider.FLASHINFER, None),
     ("void flashinfer::norm::RMSNormKernel<8, __nv_bfloat16>(int)", Provider.FLASHINFER, "rms_norm"),
     ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", Provider.BLAS, None),
@@ -99,7 +103,7 @@ def test_one_kernel(name: str, provider: Provider, operator: str | None) -> None
 def test_every_operator_that_a_name_stands_for_is_one() -> None:
     from vllm_fl.catalog import CATALOG
 
-    named = {operator for _, provider, operator in KERNELS if provider is not Provider.OTHER} - {None, "attention"}
+    named = {operator for _, provider, operator in KERNELS if provider is not Provider.OTHER} - {None}
     assert named <= set(CATALOG)
     assert operator_of("nothing_of_ours") is None
 

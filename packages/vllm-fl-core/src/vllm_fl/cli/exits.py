@@ -77,6 +77,16 @@ def user_errors(as_json: bool = False) -> Iterator[None]:
         raise typer.Exit(Exit.INTERRUPTED) from None
 
 
+@contextmanager
+def logged(log: object) -> Iterator[None]:
+    """Adds `log`, which has the details, to a CommandError that names none."""
+    try:
+        yield
+    except CommandError as error:
+        error.log = error.log or log
+        raise
+
+
 def _report(as_json: bool, code: Exit, text: str, message: str, remedy: str = "", log: object = None) -> None:
     if as_json:
         document = {"error": message, "remedy": remedy, "log": str(log) if log else None, "exit_code": int(code)}

@@ -39,10 +39,18 @@ class Link:
 
     __slots__ = ("call", "dtypes", "fn", "impl", "index", "left_out", "tensor_index")
 
-    def __init__(self, impl: OpImpl, index: int, spec: OpSpec | None, hooks: tuple[Hook, ...] = ()) -> None:
+    def __init__(
+        self,
+        impl: OpImpl,
+        index: int,
+        spec: OpSpec | None,
+        hooks: tuple[Hook, ...] = (),
+        function: Call | None = None,
+    ) -> None:
         self.impl = impl
         self.index = index
-        self.fn: Call = _observed(impl.fn, hooks) if hooks else impl.fn
+        function = function or impl.fn
+        self.fn: Call = _observed(function, hooks) if hooks else function
         self.left_out = _left_out(spec, impl.fn) if spec is not None else ()
         self.call: Call = _without(self.fn, self.left_out) if self.left_out else self.fn
         self.tensor_index = first_tensor(spec) if spec is not None else None

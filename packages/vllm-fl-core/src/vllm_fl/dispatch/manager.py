@@ -22,7 +22,7 @@ from .default import get_default_manager, reset_default_manager
 from .failures import FailureLog, FailureRecord
 from .initialization import register_everything
 from .links import Call
-from .observers import Observers
+from .observers import Observers, Watcher
 from .plan import OpPlan
 from .planner import Planner
 from .policy import PolicyManager, SelectionPolicy
@@ -201,6 +201,21 @@ class OpManager:
     def call_counts(self) -> dict[tuple[str, str], int]:
         """(operator, impl_id) to the number of calls since counting began."""
         return self.observers.counts()
+
+    def watch(self, watcher: Watcher) -> None:
+        """Let `watcher` wrap every implementation from now on; allowed while the selection is frozen.
+
+        Compiled graphs keep what they were compiled with, and call no watcher for what was traced into them.
+        """
+        with self._lock:
+            self.observers.watch(watcher)
+            self._relink()
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """Call implementations without `watcher` again."""
+        with self._lock:
+            self.observers.unwatch(watcher)
+            self._relink()
 
     def prepare_compile(self) -> None:
         """Bind every operator and define the custom operators that compiled graphs need.

@@ -64,7 +64,7 @@ class Planner:
             raise NoImplementationError(_nothing_accepted(selection))
         spec = self._registry.spec(op_name)
         links = tuple(
-            Link(c.impl, index, spec, self._observers.hooks(op_name, c.impl.impl_id))
+            Link(c.impl, index, spec, self._observers.hooks(op_name, c.impl.impl_id), self._observers.function(c.impl))
             for index, c in enumerate(selection.accepted)
         )
         opaque = opaque_call(spec) if spec is not None and any(link.impl.opaque for link in links) else None

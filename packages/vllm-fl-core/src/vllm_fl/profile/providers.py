@@ -89,7 +89,7 @@ _OPERATORS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"scaled_mm", "scaled_mm"),
         (
             r"\bflash(_|::|attn)|paged_?(attention|kvcache)|unified_attention|fmha|reduce_segments|merge_attn",
-            "attention",
+            "attention_backend",
         ),
     )
 )
@@ -136,5 +136,5 @@ def is_matrix_product(name: str, provider: Provider) -> bool:
 
 
 def operator_of(name: str) -> str | None:
-    """The operator that a kernel of this name computes; None if the name does not say. ``attention`` stands for all."""
+    """The operator that a kernel of this name computes; None if the name does not say."""
     return next((operator for pattern, operator in _OPERATORS if pattern.search(name)), None)

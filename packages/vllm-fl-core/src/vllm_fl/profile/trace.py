@@ -14,6 +14,8 @@ Trace = str | Path | Mapping[str, Any] | Iterable[Event] | Iterable[tuple[str, f
 
 #: The name of the range around a call of an implementation is this, the operator, "/" and the implementation's id.
 RANGE_PREFIX = "vllm_fl::"
+#: The name of the range around a forward of the model.
+MODEL_RANGE = "vllm_fl model"
 
 _KERNEL = "kernel"
 _COPIES = frozenset({"gpu_memcpy", "gpu_memset"})

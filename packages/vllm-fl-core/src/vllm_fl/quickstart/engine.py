@@ -162,10 +162,15 @@ def _start(model: Path, dtype: str, compiled: bool, choice: PlatformChoice) -> A
         )
     except FLError:
         raise
-    except Exception as error:  # whatever vLLM raises is for the log; the user gets its type and first line
-        traceback.print_exc()
-        lines = [type(error).__name__, *str(error).strip().splitlines()[:1]]
-        raise CommandError(f"The engine did not start: {': '.join(lines)}", _start_remedy()) from error
+    except Exception as error:
+        raise start_failure(error) from error
+
+
+def start_failure(error: Exception) -> CommandError:
+    """What the user gets for whatever vLLM raised: its type and first line; the traceback is printed, for the log."""
+    traceback.print_exc()
+    lines = [type(error).__name__, *str(error).strip().splitlines()[:1]]
+    return CommandError(f"The engine did not start: {': '.join(lines)}", _start_remedy())
 
 
 def _platform_remedy(choice: PlatformChoice) -> str:

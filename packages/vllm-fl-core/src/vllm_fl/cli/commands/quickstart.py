@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from vllm_fl.cli.exits import CommandError, Exit, user_errors
+from vllm_fl.cli.exits import CommandError, Exit, logged, user_errors
 
 if TYPE_CHECKING:
     from vllm_fl.quickstart.progress import Reporter
@@ -107,16 +107,12 @@ def _answer(choice: _Choice, prompts: list[str] | None, max_tokens: int) -> None
         reporter = choice.reporter(terminal)
         model = prepare_model(choice.model_dir, reporter)
         log = choice.log("quickstart")
-        try:
-            with output_to(log):
-                with reporter.step(choice.start_text("Start the engine")):
-                    session = Session(model, choice.dtype, choice.compiled)
-                with reporter.step("Answer the prompts"):
-                    report = session.answer(prompts or PROMPTS, max_tokens)
-                session.close()
-        except CommandError as error:
-            error.log = error.log or log
-            raise
+        with logged(log), output_to(log):
+            with reporter.step(choice.start_text("Start the engine")):
+                session = Session(model, choice.dtype, choice.compiled)
+            with reporter.step("Answer the prompts"):
+                report = session.answer(prompts or PROMPTS, max_tokens)
+            session.close()
     if choice.as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
         return

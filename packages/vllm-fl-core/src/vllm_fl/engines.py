@@ -1,0 +1,165 @@
+"""Engines of vLLM for the tools that run a model: profile, compare, bisect, tune."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vllm_fl.cli.exits import CommandError, Exit
+from vllm_fl.errors import FLError
+from vllm_fl.quickstart.engine import ENGINE_ENVIRONMENT, require_vllm, start_failure
+
+IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+#: The word for the model of the quickstart.
+QUICKSTART = "quickstart"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests of random tokens, answered greedily and to their full length.
+
+    Args:
+        requests: how many are given at once.
+        input_tokens: length of each prompt.
+        output_tokens: length of each answer.
+        seed: of the prompts.
+    """
+
+    requests: int = 8
+    input_tokens: int = 64
+    output_tokens: int = 16
+    seed: int = 0
+
+    def prompts(self, vocabulary: int, variant: int = 0) -> list[list[int]]:
+        """Token ids below `vocabulary`; other ones for each `variant`, so that no prefix is cached."""
+        rng = random.Random(f"{self.seed}/{variant}")
+        low = min(100, vocabulary // 2)  # small ids are often special tokens
+        return [[rng.randrange(low, vocabulary) for _ in range(self.input_tokens)] for _ in range(self.requests)]
+
+    def __str__(self) -> str:
+        return f"{self.requests} requests, {self.input_tokens} tokens in, {self.output_tokens} out"
+
+
+class Engine:
+    """A running engine; as a context manager it ends with the block.
+
+    Args:
+        arguments: those of vLLM's ``LLM``, the model among them.
+        extension: path of the class whose methods :meth:`call` names; mixed into the workers by vLLM.
+        in_process: whether the engine runs in this process, which makes its scheduling reproducible; else vLLM's own
+            choice.
+
+    Raises:
+        CommandError: vLLM is missing, or the engine does not start.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], extension: str = "", *, in_process: bool = False) -> None:
+        require_vllm()
+        self.model = str(arguments["model"])
+        with _environment(in_process, is_local=Path(self.model).is_dir()):
+            try:
+                from vllm import LLM
+
+                self._llm: Any = LLM(**{"seed": 0, **arguments, "worker_extension_cls": extension})
+            except FLError:
+                raise
+            except Exception as error:
+                raise start_failure(error) from error
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the engine and its processes."""
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that the model knows."""
+        return int(self._llm.llm_engine.model_config.get_vocab_size())
+
+    @property
+    def max_length(self) -> int:
+        """The longest sequence that the engine takes, in tokens."""
+        return int(self._llm.llm_engine.model_config.max_model_len)
+
+    def generate(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[list[int]]:
+        """The tokens that the model continues each prompt with, greedily, `output_tokens` of them.
+
+        Raises:
+            CommandError: a prompt and its answer are longer than the model allows.
+        """
+        from vllm import SamplingParams
+
+        longest = max(map(len, prompts)) + output_tokens
+        if longest > self.max_length:
+            text = f"{longest} tokens a request are more than the {self.max_length} that the engine takes."
+            raise CommandError(text, "Shorten the input or the output, or pass --max-model-len to vLLM.", Exit.USAGE)
+        sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False)
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """What the method of this name answers in each worker, rank by rank."""
+        return list(self._llm.collective_rpc(method, args=arguments))
+
+
+def engine_arguments(model: str, extra: Sequence[str]) -> dict[str, Any]:
+    """The arguments of ``LLM`` that ``vllm serve MODEL EXTRA...`` would have.
+
+    Raises:
+        CommandError: vLLM is missing, or does not know one of `extra`.
+    """
+    require_vllm()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            remedy = "What follows the model is vLLM's; `vllm serve --help=all` lists it."
+            raise CommandError(f"vLLM does not take these arguments: {message}.", remedy, Exit.USAGE)
+
+    parser = EngineArgs.add_cli_args(Parser(prog="vllm", add_help=False))
+    parsed = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *extra]))
+    default = EngineArgs()
+    # What is not the default alone: LLM has defaults of its own.
+    return {k: v for k, v in vars(parsed).items() if k == "model" or v != getattr(default, k)}
+
+
+def model_directory(model: str, reporter: Any) -> str:
+    """`model`, or the directory of the quickstart's model, made if it is not there, if `model` is its name."""
+    if model != QUICKSTART:
+        return model
+    from vllm_fl.quickstart.model import prepare_model
+
+    return str(prepare_model(None, reporter))
+
+
+@contextmanager
+def _environment(in_process: bool, is_local: bool) -> Iterator[None]:
+    wanted = {name: value for name, value in ENGINE_ENVIRONMENT.items() if name != IN_PROCESS}
+    if not is_local:
+        del wanted["HF_HUB_OFFLINE"]
+    if in_process:
+        wanted[IN_PROCESS] = "0"
+    wanted.setdefault("VLLM_LOGGING_LEVEL", os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
