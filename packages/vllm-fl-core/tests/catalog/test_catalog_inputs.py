@@ -54,6 +54,28 @@ def test_there_are_empty_single_and_several_tokens(spec: OpSpec) -> None:
 
 
 @each
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+def test_any_number_of_tokens(spec: OpSpec, tokens: int) -> None:
+    assert spec.sized is not None
+    arguments = bound(spec, spec.sized(InputMaker(torch.float32), tokens))
+    assert tokens in {value.shape[0] for value in arguments.values() if isinstance(value, Tensor)}
+    spec.fake(**arguments)
+
+
+def test_right_answers_of_a_free_order_have_one_form() -> None:
+    """Routes 0 and 2 go to expert 1, route 1 to expert 0: their order, and what is past the count, is free."""
+    spec = CATALOG["moe_align_block_size"]
+    assert spec.canonical is not None
+    arguments = {"topk_ids": torch.tensor([[1], [0], [1]]), "block_size": 2, "num_experts": 2}
+    labels, total = torch.tensor([0, 1, -1]), torch.tensor([4])
+    forms = [
+        spec.canonical(arguments, (torch.tensor(routes), labels, total))[0].tolist()
+        for routes in ([1, 3, 0, 2, 9], [1, 3, 2, 0, 3], [1, 3, 2, 2, 3])
+    ]
+    assert forms == [[1, 3, 0, 2, 3], [1, 3, 0, 2, 3], [1, 3, 2, 2, 3]]
+
+
+@each
 def test_some_tensor_is_not_contiguous(spec: OpSpec) -> None:
     # Their arguments come out of small tables that vLLM itself makes contiguous.
     if spec.name in {"compute_slot_mapping", "grouped_topk", "moe_align_block_size", "topk_sigmoid", "topk_softmax"}:

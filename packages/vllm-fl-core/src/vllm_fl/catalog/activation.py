@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .inputs import activation as inputs
+from .inputs import sized
 from .spec import operator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@operator(called_from="SiluAndMul", cases=inputs.silu_and_mul)
+@operator(called_from="SiluAndMul", cases=inputs.silu_and_mul, sized=sized.silu_and_mul)
 def silu_and_mul(x: Tensor) -> Tensor:
     """SiLU of the first half of the last dimension, times the second half.
 
@@ -26,7 +27,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-@operator(called_from="GeluAndMul", cases=inputs.gelu_and_mul)
+@operator(called_from="GeluAndMul", cases=inputs.gelu_and_mul, sized=sized.gelu_and_mul)
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """GELU of the first half of the last dimension, times the second half.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .inputs import attention as inputs
+from .inputs import sized
 from .spec import operator
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def attention_backend(use_mla: bool = False, use_sparse: bool = False) -> str:
     called_from="AttentionImpl.do_kv_cache_update",
     mutates=("key_cache", "value_cache"),
     cases=inputs.reshape_and_cache,
+    sized=sized.reshape_and_cache,
 )
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write each token's key and value into its slot of the paged cache.
@@ -51,6 +53,7 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
     called_from="BlockTable.compute_slot_mapping",
     mutates=("slot_mapping",),
     cases=inputs.compute_slot_mapping,
+    sized=sized.compute_slot_mapping,
     dtypes=("float32",),
 )
 def compute_slot_mapping(

@@ -9,13 +9,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .inputs import gdn as inputs
+from .inputs import sized
 from .spec import operator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@operator(called_from="QwenGatedDeltaNetAttention", mutates=("conv_states",), cases=inputs.causal_conv1d_fn)
+@operator(
+    called_from="QwenGatedDeltaNetAttention",
+    mutates=("conv_states",),
+    cases=inputs.causal_conv1d_fn,
+    sized=sized.causal_conv1d_fn,
+)
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -48,7 +54,12 @@ def causal_conv1d_fn(
     return x.new_empty(x.shape)
 
 
-@operator(called_from="QwenGatedDeltaNetAttention", mutates=("conv_states",), cases=inputs.causal_conv1d_update)
+@operator(
+    called_from="QwenGatedDeltaNetAttention",
+    mutates=("conv_states",),
+    cases=inputs.causal_conv1d_update,
+    sized=sized.causal_conv1d_update,
+)
 def causal_conv1d_update(
     x: Tensor,
     weight: Tensor,
@@ -73,7 +84,7 @@ def causal_conv1d_update(
     return x.new_empty(x.shape)
 
 
-@operator(called_from="QwenGatedDeltaNetAttention", cases=inputs.fused_gdn_gating)
+@operator(called_from="QwenGatedDeltaNetAttention", cases=inputs.fused_gdn_gating, sized=sized.fused_gdn_gating)
 def fused_gdn_gating(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """Decay and write strength: ``g = -exp(A_log) * softplus(a + dt_bias)``, ``beta = sigmoid(b)``, in float32.
 
@@ -91,7 +102,13 @@ def fused_gdn_gating(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tu
     return a.new_empty(a.shape, dtype=torch.promote_types(a.dtype, torch.float32)), b.new_empty(b.shape)
 
 
-@operator(called_from="QwenGatedDeltaNetAttention", mutates=("state",), cases=inputs.chunk_gated_delta_rule)
+@operator(
+    called_from="QwenGatedDeltaNetAttention",
+    mutates=("state",),
+    rounded=("state",),
+    cases=inputs.chunk_gated_delta_rule,
+    sized=sized.chunk_gated_delta_rule,
+)
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -129,7 +146,13 @@ def chunk_gated_delta_rule(
     return v.new_empty(v.shape)
 
 
-@operator(called_from="QwenGatedDeltaNetAttention", mutates=("state",), cases=inputs.fused_recurrent_gated_delta_rule)
+@operator(
+    called_from="QwenGatedDeltaNetAttention",
+    mutates=("state",),
+    rounded=("state",),
+    cases=inputs.fused_recurrent_gated_delta_rule,
+    sized=sized.fused_recurrent_gated_delta_rule,
+)
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,

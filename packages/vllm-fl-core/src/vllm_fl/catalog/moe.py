@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from .inputs import moe as inputs
+from .inputs import sized
 from .spec import operator
 
 if TYPE_CHECKING:
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 _ROUTER_OUTPUTS = ("topk_weights", "topk_indices", "token_expert_indices")
 
 
-@operator(called_from="FusedTopKRouter", mutates=_ROUTER_OUTPUTS, cases=inputs.topk_softmax)
+@operator(called_from="FusedTopKRouter", mutates=_ROUTER_OUTPUTS, cases=inputs.topk_softmax, sized=sized.topk_softmax)
 def topk_softmax(
     topk_weights: Tensor,
     topk_indices: Tensor,
@@ -37,7 +39,12 @@ def topk_softmax(
     """
 
 
-@operator(called_from="FusedTopKRouter, FusedTopKBiasRouter", mutates=_ROUTER_OUTPUTS, cases=inputs.topk_sigmoid)
+@operator(
+    called_from="FusedTopKRouter, FusedTopKBiasRouter",
+    mutates=_ROUTER_OUTPUTS,
+    cases=inputs.topk_sigmoid,
+    sized=sized.topk_sigmoid,
+)
 def topk_sigmoid(
     topk_weights: Tensor,
     topk_indices: Tensor,
@@ -60,7 +67,7 @@ def topk_sigmoid(
     """
 
 
-@operator(called_from="GroupedTopKRouter", cases=inputs.grouped_topk, dtypes=("float32",))
+@operator(called_from="GroupedTopKRouter", cases=inputs.grouped_topk, sized=sized.grouped_topk, dtypes=("float32",))
 def grouped_topk(
     scores: Tensor,
     n_group: int,
@@ -97,7 +104,30 @@ def grouped_topk(
     return scores.new_empty(shape, dtype=dtype), scores.new_empty(shape, dtype=torch.int32)
 
 
-@operator(called_from="TritonExperts", cases=inputs.moe_align_block_size, dtypes=("float32",))
+def _routes_in_order(arguments: Mapping[str, Any], results: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Results of moe_align_block_size with each expert's routes in rising order, and padding where nobody looks."""
+    import torch
+
+    routes, labels, total = results
+    ids, experts, table = arguments["topk_ids"], arguments["num_experts"], arguments.get("expert_map")
+    counts = torch.bincount(ids[(ids >= 0) & (ids < experts)].flatten().long(), minlength=experts)
+    if table is not None and arguments.get("ignore_invalid_experts", False):
+        counts = counts.where(table >= 0, 0)
+    block_size, padding = arguments["block_size"], ids.numel()
+    ends = ((counts + block_size - 1) // block_size * block_size).cumsum(0)
+    slots = torch.arange(len(routes), device=routes.device)
+    owner = torch.searchsorted(ends, slots, right=True)
+    order = (owner * (padding + 1) + routes.clamp(0, padding)).argsort()
+    return routes[order].where(slots < ends[-1], padding), labels, total
+
+
+@operator(
+    called_from="TritonExperts",
+    cases=inputs.moe_align_block_size,
+    sized=sized.moe_align_block_size,
+    canonical=_routes_in_order,
+    dtypes=("float32",),
+)
 def moe_align_block_size(
     topk_ids: Tensor,
     block_size: int,
@@ -118,8 +148,8 @@ def moe_align_block_size(
 
     Returns:
         sorted_token_ids [L] int32: route numbers, experts in rising order (the order among one expert's routes is
-        free), padding is ``T * topk``; L is ``numel + E * (block_size - 1)``, and at most ``numel * block_size`` if
-        numel is below E;
+        free), padding is ``T * topk``, and what is past num_tokens_post_pad is never read; L is
+        ``numel + E * (block_size - 1)``, and at most ``numel * block_size`` if numel is below E;
         expert_ids [ceil(L / block_size)] int32: the (local) expert of each block, -1 in blocks past the end;
         num_tokens_post_pad [1] int32: routes plus padding.
     """
@@ -136,7 +166,7 @@ def moe_align_block_size(
     return first, second, third
 
 
-@operator(called_from="TritonExperts", mutates=("output",), cases=inputs.moe_sum)
+@operator(called_from="TritonExperts", mutates=("output",), cases=inputs.moe_sum, sized=sized.moe_sum)
 def moe_sum(input: Tensor, output: Tensor) -> None:
     """Sum over the chosen experts of each token, in float32.
 
@@ -149,6 +179,7 @@ def moe_sum(input: Tensor, output: Tensor) -> None:
 @operator(
     called_from="UnquantizedFusedMoEMethod",
     cases=inputs.fused_experts,
+    sized=sized.fused_experts,
     # Twice the defaults: both projections and the activation round to the dtype before the next step.
     tolerances={"float16": (4e-3, 2e-3), "bfloat16": (3.2e-2, 2e-2)},
 )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .inputs import normalization as inputs
+from .inputs import sized
 from .spec import operator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@operator(called_from="RMSNorm", cases=inputs.rms_norm)
+@operator(called_from="RMSNorm", cases=inputs.rms_norm, sized=sized.rms_norm)
 def rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, epsilon: float
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -33,7 +34,7 @@ def rms_norm(
     return out if residual is None else (out, residual.new_empty(residual.shape))
 
 
-@operator(called_from="GemmaRMSNorm", cases=inputs.gemma_rms_norm)
+@operator(called_from="GemmaRMSNorm", cases=inputs.gemma_rms_norm, sized=sized.gemma_rms_norm)
 def gemma_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -52,7 +53,7 @@ def gemma_rms_norm(
     return out if residual is None else (out, residual.new_empty(residual.shape))
 
 
-@operator(called_from="RMSNormGated", cases=inputs.rms_norm_gated)
+@operator(called_from="RMSNormGated", cases=inputs.rms_norm_gated, sized=sized.rms_norm_gated)
 def rms_norm_gated(
     x: Tensor,
     gate: Tensor | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .inputs import quantization as inputs
+from .inputs import sized
 from .spec import operator
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 @operator(
     called_from="QuantFP8",
     cases=inputs.per_token_group_quant_fp8,
+    sized=sized.per_token_group_quant_fp8,
     # One step of float8_e4m3fn, where x / scale lies between two of its numbers and x * (1 / scale) rounds otherwise.
     tolerances={"float8_e4m3fn": (2**-3, 2**-9)},
 )
@@ -43,7 +45,7 @@ def per_token_group_quant_fp8(
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), scales
 
 
-@operator(called_from="Fp8LinearMethod", cases=inputs.scaled_mm)
+@operator(called_from="Fp8LinearMethod", cases=inputs.scaled_mm, sized=sized.scaled_mm)
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: str, bias: Tensor | None = None
 ) -> Tensor:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .inputs import rotary as inputs
+from .inputs import sized
 from .spec import operator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@operator(called_from="RotaryEmbedding and its subclasses", cases=inputs.rotary_embedding)
+@operator(called_from="RotaryEmbedding and its subclasses", cases=inputs.rotary_embedding, sized=sized.rotary_embedding)
 def rotary_embedding(
     query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor, is_neox_style: bool
 ) -> tuple[Tensor, Tensor] | Tensor:

@@ -5,13 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .inputs import sampling as inputs
+from .inputs import sized
 from .spec import operator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@operator(called_from="Sampler.apply_penalties", mutates=("logits",), cases=inputs.apply_repetition_penalties)
+@operator(
+    called_from="Sampler.apply_penalties",
+    mutates=("logits",),
+    cases=inputs.apply_repetition_penalties,
+    sized=sized.apply_repetition_penalties,
+)
 def apply_repetition_penalties(
     logits: Tensor, prompt_mask: Tensor, output_mask: Tensor, repetition_penalties: Tensor
 ) -> None:
@@ -27,7 +33,9 @@ def apply_repetition_penalties(
     """
 
 
-@operator(called_from="TopKTopPSampler", mutates=("logits",), cases=inputs.apply_top_k_top_p)
+@operator(
+    called_from="TopKTopPSampler", mutates=("logits",), cases=inputs.apply_top_k_top_p, sized=sized.apply_top_k_top_p
+)
 def apply_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> None:
     """Keep the most probable tokens of each request: its top k, and of those the nucleus (Holtzman et al., 2020).
 

@@ -102,6 +102,11 @@ class OpSpec:
         called_from: where vLLM calls it.
         mutates: names of the arguments that an implementation may write.
         cases: input generator: shapes regular, odd, large and empty, in the maker's dtype.
+        sized: one case with that many tokens (or requests), of sizes that models have; for sweeps over the number of
+            tokens, compilation and graph capture.
+        canonical: called with the arguments by name and the results: the results in a form that is the same for all
+            right answers, where the operator leaves something open.
+        rounded: arguments, written ones, that carry the rounding of the inputs whatever their own dtype is.
         dtypes: names of the floating dtypes that `cases` makes sense in.
         tolerances: (relative, absolute) per dtype name where :data:`DEFAULT_TOLERANCES` do not fit.
     """
@@ -110,13 +115,17 @@ class OpSpec:
     called_from: str
     mutates: tuple[str, ...] = ()
     cases: Callable[[InputMaker], Iterable[Case]] | None = None
+    sized: Callable[[InputMaker, int], Case] | None = None
+    canonical: Callable[[Mapping[str, Any], tuple[Any, ...]], tuple[Any, ...]] | None = None
+    rounded: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
     tolerances: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        unknown = set(self.mutates) - set(self.signature.parameters)
-        if unknown:
-            raise ValueError(f"{self.name}: mutates names {sorted(unknown)}, not parameters of {self}")
+        for field_name in ("mutates", "rounded"):
+            unknown = set(getattr(self, field_name)) - set(self.signature.parameters)
+            if unknown:
+                raise ValueError(f"{self.name}: {field_name} names {sorted(unknown)}, not parameters of {self}")
 
     @property
     def name(self) -> str:

@@ -19,7 +19,7 @@ def _starts(maker: InputMaker, lengths: Sequence[int]) -> Tensor:
     return maker.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
-def _slots(maker: InputMaker, count: int, total: int, padding: dict[int, int]) -> Tensor:
+def make_slots(maker: InputMaker, count: int, total: int, padding: dict[int, int]) -> Tensor:
     """`count` different slots above 0; `padding` puts 0 or -1 at some places."""
     slots = maker.permutation(total - 1)[:count] + 1
     for place, value in padding.items():
@@ -53,14 +53,14 @@ def causal_conv1d_fn(maker: InputMaker) -> Iterator[Case]:
     ):
         x, weight = maker.normal(sum(lengths), channels), maker.normal(channels, width, scale=0.5)
         bias, flags = maker.normal(channels), _flags(maker, lengths)
-        starts, slots = _starts(maker, lengths), _slots(maker, len(lengths), 12, padding)
+        starts, slots = _starts(maker, lengths), make_slots(maker, len(lengths), 12, padding)
         for transposed in (False, True):
             states = _conv_states(maker, 12, channels, width - 1, transposed)
             layout = "channels last" if transposed else "channels first"
             yield Case(f"{name}, {layout}", (x, weight, None, states, starts, slots, flags))
         yield Case(f"{name}, bias, no activation", (x, weight, bias, states, starts, slots, flags, None))
     x, weight = maker.normal(9, 40)[:, 5:21], maker.normal(16, 4)
-    starts, slots = _starts(maker, (4, 5)), _slots(maker, 2, 6, {})
+    starts, slots = _starts(maker, (4, 5)), make_slots(maker, 2, 6, {})
     states = _conv_states(maker, 6, 16, 5, True)
     yield Case("strided x, wide state", (x, weight, None, states, starts, slots, maker.tensor([True, True])))
     yield Case("no initial states", (x, weight, None, states, starts, slots, None, "swish"))
@@ -79,13 +79,13 @@ def causal_conv1d_update(maker: InputMaker) -> Iterator[Case]:
         ("no tokens", 0, 16, 4, {}),
     ):
         x, weight = maker.normal(count, channels), maker.normal(channels, width, scale=0.5)
-        slots = _slots(maker, count, 40, padding)
+        slots = make_slots(maker, count, 40, padding)
         for transposed in (False, True):
             states = _conv_states(maker, 40, channels, width - 1, transposed)
             yield Case(f"{name}, channels {'last' if transposed else 'first'}", (x, weight, None, states, slots))
         yield Case(f"{name}, bias, no activation", (x, weight, maker.normal(channels), states, slots, None))
     x, states = maker.normal(3, 40)[:, 5:21], _conv_states(maker, 6, 16, 5, True)
-    yield Case("strided x, wide state", (x, maker.normal(16, 4), None, states, _slots(maker, 3, 6, {}), "swish"))
+    yield Case("strided x, wide state", (x, maker.normal(16, 4), None, states, make_slots(maker, 3, 6, {}), "swish"))
 
 
 def fused_gdn_gating(maker: InputMaker) -> Iterator[Case]:
@@ -105,7 +105,9 @@ def fused_gdn_gating(maker: InputMaker) -> Iterator[Case]:
     yield Case("large values, strided", (a_log[:8], wide[:, :8], wide[:, 9:17], maker.normal(8)))
 
 
-def _delta_inputs(maker: InputMaker, tokens: int, heads: tuple[int, int], sizes: tuple[int, int]) -> tuple[Tensor, ...]:
+def make_delta_inputs(
+    maker: InputMaker, tokens: int, heads: tuple[int, int], sizes: tuple[int, int]
+) -> tuple[Tensor, ...]:
     """q, k, v, g and beta; some decays are steep, and neighbouring keys are alike, as in trained models."""
     (key_heads, value_heads), (key_dim, value_dim) = heads, sizes
     wide = _wide(maker)
@@ -125,7 +127,7 @@ def _wide(maker: InputMaker) -> torch.dtype:
     return torch.promote_types(maker.dtype, torch.float32)
 
 
-def _states(maker: InputMaker, slots: int, heads: int, sizes: tuple[int, int]) -> Tensor:
+def make_states(maker: InputMaker, slots: int, heads: int, sizes: tuple[int, int]) -> Tensor:
     return maker.normal(slots, heads, sizes[1], sizes[0], scale=0.3, dtype=_wide(maker))
 
 
@@ -141,19 +143,19 @@ def chunk_gated_delta_rule(maker: InputMaker) -> Iterator[Case]:
         ("large", (100, 190), (4, 8), (128, 128), {}),
         ("no tokens", (0, 0), (2, 4), (16, 16), {}),
     ):
-        args = _delta_inputs(maker, sum(lengths), heads, sizes)
-        state = _states(maker, 9, heads[1], sizes)
-        starts, slots = _starts(maker, lengths), _slots(maker, len(lengths), 9, padding)
+        args = make_delta_inputs(maker, sum(lengths), heads, sizes)
+        state = make_states(maker, 9, heads[1], sizes)
+        starts, slots = _starts(maker, lengths), make_slots(maker, len(lengths), 9, padding)
         yield Case(name, (*args, state, starts, slots, _flags(maker, lengths)))
-    args, state = _delta_inputs(maker, 75, (2, 4), (16, 16)), _states(maker, 5, 4, (16, 16))
-    starts, slots = _starts(maker, (70, 5)), _slots(maker, 2, 5, {})
+    args, state = make_delta_inputs(maker, 75, (2, 4), (16, 16)), make_states(maker, 5, 4, (16, 16))
+    starts, slots = _starts(maker, (70, 5)), make_slots(maker, 2, 5, {})
     flags = maker.tensor([True, True])
     yield Case("no initial states", (*args, state, starts, slots, None))
     yield Case("scale", (*args, state, starts, slots, flags, 0.3))
     short = (args[0] * 0.2, args[1] * 0.2, *args[2:])
     yield Case("keys as they are", (*short, state, starts, slots, flags, 1.0, False))
     yield Case("state of the activations' dtype", (*args, state.to(maker.dtype), starts, slots, flags))
-    strided = _states(maker, 5, 9, (16, 16))[:, 2:6]
+    strided = make_states(maker, 5, 9, (16, 16))[:, 2:6]
     packed = maker.normal(75, 2 * 2 * 16 + 4 * 16)
     parts = packed.split([32, 32, 64], 1)
     qkv = [part.unflatten(1, (-1, 16)) for part in parts]
@@ -172,11 +174,11 @@ def fused_recurrent_gated_delta_rule(maker: InputMaker) -> Iterator[Case]:
         ("large", 20, (4, 8), (48, 48), {}),
         ("no tokens", 0, (2, 4), (16, 16), {}),
     ):
-        state, slots = _states(maker, count + 3, heads[1], sizes), _slots(maker, count, count + 3, padding)
-        yield Case(name, (*_delta_inputs(maker, count, heads, sizes), state, slots))
-    args, state = _delta_inputs(maker, 4, (2, 4), (16, 16)), _states(maker, 7, 4, (16, 16))
-    slots = _slots(maker, 4, 7, {})
+        state, slots = make_states(maker, count + 3, heads[1], sizes), make_slots(maker, count, count + 3, padding)
+        yield Case(name, (*make_delta_inputs(maker, count, heads, sizes), state, slots))
+    args, state = make_delta_inputs(maker, 4, (2, 4), (16, 16)), make_states(maker, 7, 4, (16, 16))
+    slots = make_slots(maker, 4, 7, {})
     yield Case("scale", (*args, state, slots, 0.3))
     yield Case("keys as they are", (args[0], args[1] * 0.2, *args[2:], state, slots, 1.0, False))
     yield Case("state of the activations' dtype", (*args, state.to(maker.dtype), slots))
-    yield Case("strided state", (*args, _states(maker, 7, 9, (16, 16))[:, 2:6], slots))
+    yield Case("strided state", (*args, make_states(maker, 7, 9, (16, 16))[:, 2:6], slots))

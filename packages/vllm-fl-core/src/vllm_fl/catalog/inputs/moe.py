@@ -23,7 +23,7 @@ _ROUTING = {
 }
 
 
-def _logits(maker: InputMaker, tokens: int, experts: int) -> Tensor:
+def make_logits(maker: InputMaker, tokens: int, experts: int) -> Tensor:
     """[T, E] in about [-4, 4]: a permutation of equally spaced numbers that bfloat16 has, so that in every dtype all
     implementations choose the same experts."""
     import torch
@@ -44,10 +44,10 @@ def _router(maker: InputMaker) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
             maker.full(-1, tokens, topk, dtype=torch.int64 if name == "odd" else torch.int32),
             maker.full(-1, tokens, topk, dtype=torch.int32),
         )
-        yield name, (*outputs, _logits(maker, tokens, experts))
+        yield name, (*outputs, make_logits(maker, tokens, experts))
 
 
-def _bias(maker: InputMaker, experts: int) -> Tensor:
+def make_bias(maker: InputMaker, experts: int) -> Tensor:
     """[E] float32, wide enough to decide most choices."""
     import torch
 
@@ -58,15 +58,15 @@ def topk_softmax(maker: InputMaker) -> Iterator[Case]:
     for name, args in _router(maker):
         yield Case(name, args)
         yield Case(f"{name}, renormalised", (*args, True))
-        yield Case(f"{name}, bias", (*args, True, _bias(maker, args[3].shape[1])))
-        yield Case(f"{name}, bias, not renormalised", (*args, False, _bias(maker, args[3].shape[1])))
+        yield Case(f"{name}, bias", (*args, True, make_bias(maker, args[3].shape[1])))
+        yield Case(f"{name}, bias, not renormalised", (*args, False, make_bias(maker, args[3].shape[1])))
 
 
 def topk_sigmoid(maker: InputMaker) -> Iterator[Case]:
     yield from topk_softmax(maker)
     for name, args in _router(maker):
         yield Case(f"{name}, scaled", (*args, False, None, 2.5))
-        yield Case(f"{name}, renormalised, bias, scaled", (*args, True, _bias(maker, args[3].shape[1]), 2.5))
+        yield Case(f"{name}, renormalised, bias, scaled", (*args, True, make_bias(maker, args[3].shape[1]), 2.5))
 
 
 def grouped_topk(maker: InputMaker) -> Iterator[Case]:
@@ -79,14 +79,14 @@ def grouped_topk(maker: InputMaker) -> Iterator[Case]:
         "groups of one": (6, 8, 8, 4, 3),
         "no tokens": (0, 64, 8, 3, 6),
     }.items():
-        logits, bias = _logits(maker, tokens, experts), _bias(maker, experts)
+        logits, bias = make_logits(maker, tokens, experts), make_bias(maker, experts)
         for scoring, number in (("scores", 0), ("sigmoid", 1), ("softmax", 2)):
             scores = logits.sigmoid() if number == 0 else logits
             yield Case(f"{name}, {scoring}", (scores, groups, kept, topk, False, 1.0, None, number))
             yield Case(f"{name}, {scoring}, bias", (scores, groups, kept, topk, True, 2.5, bias, number))
 
 
-def _routes(maker: InputMaker, tokens: int, experts: int, topk: int) -> Tensor:
+def make_routes(maker: InputMaker, tokens: int, experts: int, topk: int) -> Tensor:
     """[T, topk] int32: different experts for each token; low numbers are more popular, so that some stay idle."""
     import torch
 
@@ -116,14 +116,14 @@ def moe_align_block_size(maker: InputMaker) -> Iterator[Case]:
         "large": (150, 64, 8, 32),
         "no tokens": (0, 8, 2, 16),
     }.items():
-        ids = _routes(maker, tokens, experts, topk)
+        ids = make_routes(maker, tokens, experts, topk)
         table = _map(maker, experts, max(1, experts // 2))
         for padded in (False, True):
             suffix = ", padded" if padded else ""
             yield Case(f"{name}{suffix}", (ids, block_size, experts, None, padded, False))
             yield Case(f"{name}{suffix}, map", (ids, block_size, experts, table, padded, False))
             yield Case(f"{name}{suffix}, map, ignored", (ids, block_size, experts, table, padded, True))
-    ids = _routes(maker, 6, 8, 3).to(torch.int64)
+    ids = make_routes(maker, 6, 8, 3).to(torch.int64)
     yield Case("long ids", (ids, 4, 8))
     yield Case("all elsewhere", (ids, 4, 8, maker.full(-1, 8, dtype=torch.int32), False, True))
 
@@ -150,8 +150,8 @@ def fused_experts(maker: InputMaker) -> Iterator[Case]:
         )
 
     def inputs(tokens: int, hidden: int, experts: int, topk: int) -> tuple[Tensor, Tensor, Tensor]:
-        x, ids = maker.normal(tokens, hidden), _routes(maker, tokens, experts, topk)
-        return x, _shares(maker, tokens, topk), ids
+        x, ids = maker.normal(tokens, hidden), make_routes(maker, tokens, experts, topk)
+        return x, make_shares(maker, tokens, topk), ids
 
     for name, (tokens, hidden, inner, experts, topk) in {
         "regular": (7, 64, 32, 8, 2),
@@ -186,7 +186,7 @@ def fused_experts(maker: InputMaker) -> Iterator[Case]:
     yield Case("strided", (wide, *rows, shares, ids))
 
 
-def _shares(maker: InputMaker, tokens: int, topk: int) -> Tensor:
+def make_shares(maker: InputMaker, tokens: int, topk: int) -> Tensor:
     """[T, topk] float32: weights that add up to 1."""
     import torch
 

@@ -29,6 +29,8 @@ def _residual_norm(maker: InputMaker) -> Iterator[Case]:
     yield Case(
         "large values, residual", (maker.normal(4, 96, scale=300.0), maker.normal(4, 96, scale=300.0), weight, _EPSILON)
     )
+    # Epsilon counts: the mean of squares is about as small.
+    yield Case("small values", (maker.normal(4, 96, scale=1e-3), None, weight, _EPSILON))
     yield Case("zeros, large epsilon", (maker.full(0.0, 2, 40), None, maker.normal(40), 1e-2))
     packed = maker.normal(6, 4 * 32 + 50)[:, 7 : 7 + 4 * 32]
     yield Case("heads of a packed projection", (packed.unflatten(1, (4, 32)), None, maker.normal(32), _EPSILON))
@@ -61,5 +63,6 @@ def rms_norm_gated(maker: InputMaker) -> Iterator[Case]:
     yield Case("no gate, groups", (x, None, weight, _EPSILON, 24))
     large = maker.normal(3, 64, scale=300.0)
     yield Case("large values", (large, maker.normal(3, 64), maker.normal(64), _EPSILON))
+    yield Case("small values", (maker.normal(3, 64, scale=1e-3), maker.normal(3, 64), maker.normal(64), _EPSILON))
     wide = maker.normal(6, 2, 4, 32)
     yield Case("halves of a projection", (wide[:, 0], wide[:, 1], maker.normal(32), _EPSILON))

@@ -25,7 +25,7 @@ _SHAPES = {
 _POSITIONS = 512
 
 
-def _tables(maker: InputMaker, rotated: int) -> tuple[Tensor, Tensor]:
+def make_tables(maker: InputMaker, rotated: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines of every position, [P, R / 2], as the halves of one cache."""
     import torch
 
@@ -38,7 +38,7 @@ def _tables(maker: InputMaker, rotated: int) -> tuple[Tensor, Tensor]:
 def rotary_embedding(maker: InputMaker) -> Iterator[Case]:
     import torch
 
-    tables = {rotated: _tables(maker, rotated) for rotated in {shape[4] for shape in _SHAPES.values()}}
+    tables = {rotated: make_tables(maker, rotated) for rotated in {shape[4] for shape in _SHAPES.values()}}
     for name, (tokens, heads, key_heads, size, rotated) in _SHAPES.items():
         query = maker.normal(tokens, heads, size)
         key = maker.normal(tokens, key_heads, size) if key_heads else None
