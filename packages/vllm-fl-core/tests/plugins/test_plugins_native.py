@@ -21,7 +21,7 @@ def _bare_machine(site: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     for name in [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(native, "Path", lambda path: tmp_path / "root" / str(path).lstrip("/"))
-    monkeypatch.setattr(native, "_nvidia_devices", lambda: 0)
+    monkeypatch.setattr(native, "nvidia_devices", lambda: 0)
     monkeypatch.setattr(sys, "platform", "linux")
     vllm(site, "0.28.0")
     site.install("torch", "2.13.0")
@@ -90,7 +90,7 @@ def test_macos(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cuda(site: Any, monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     vllm(site, "0.28.0", kernel)
     assert not has_native_platform()
-    monkeypatch.setattr(native, "_nvidia_devices", lambda: 2)
+    monkeypatch.setattr(native, "nvidia_devices", lambda: 2)
     answer = has_native_platform()
     assert (answer.ok, answer.reason) == (True, "vLLM has CUDA kernels and there is an NVIDIA device")
 
@@ -104,7 +104,7 @@ def test_jetson(site: Any, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("real_folders")
 def test_an_empty_build_beside_an_nvidia_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_nvidia_devices", lambda: 2)
+    monkeypatch.setattr(native, "nvidia_devices", lambda: 2)
     assert not has_native_platform()
 
 
@@ -178,7 +178,7 @@ class Nvml:
 def test_nvidia_devices(monkeypatch: pytest.MonkeyPatch, library: Nvml, expected: int) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-    assert native._nvidia_devices() == expected
+    assert native.nvidia_devices() == expected
     assert library.open == 0
 
 
@@ -188,7 +188,7 @@ def test_nvidia_devices_without_the_library(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.undo()
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert native._nvidia_devices() == 0
+    assert native.nvidia_devices() == 0
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.28.0", "0.28.1+cpu", "0.33.9", "0.33.0rc1"])

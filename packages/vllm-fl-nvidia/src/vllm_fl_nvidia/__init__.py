@@ -1,4 +1,4 @@
-"""NVIDIA backend of vllm-fl: a skeleton that registers no operators and no platform yet."""
+"""NVIDIA backend of vllm-fl: the CUDA platform, and vLLM's compiled kernels as implementations of kind vendor."""
 
 from vllm_fl.version import __version__
 

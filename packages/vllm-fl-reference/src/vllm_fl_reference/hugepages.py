@@ -19,12 +19,12 @@ _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # <linux/mman.h>; the second since Linu
 _MAPS = Path("/proc/self/maps")
 
 
-def use_huge_pages(minimum: int = 8 << 20, *, at_once: bool = True) -> int:
+def use_huge_pages(minimum: int = 8 << 20) -> int:
     """Ask for 2 MiB pages under every private anonymous mapping of at least `minimum` bytes of this process.
 
-    What is there already is moved into them `at_once`, three seconds a GiB, or else in the background. Does nothing
-    where the system says no (``/sys/kernel/mm/transparent_hugepage/enabled`` is ``never``), or elsewhere than on Linux.
-    On a kernel that cannot collapse pages at once, they come in the background.
+    What is there already is moved into them, three seconds a GiB. Does nothing where the system says no
+    (``/sys/kernel/mm/transparent_hugepage/enabled`` is ``never``), or elsewhere than on Linux. On a kernel that cannot
+    collapse pages at once, they come in the background.
 
     Returns:
         Bytes that now lie, or may come to lie, in large pages.
@@ -36,8 +36,7 @@ def use_huge_pages(minimum: int = 8 << 20, *, at_once: bool = True) -> int:
     size = 0
     for start, length in _large_mappings(minimum):
         if madvise(start, length, _MADV_HUGEPAGE) == 0:
-            if at_once:
-                madvise(start, length, _MADV_COLLAPSE)
+            madvise(start, length, _MADV_COLLAPSE)
             size += length
     get_logger(__name__).debug("asked for large pages under %d MiB", size >> 20)
     return size

@@ -41,6 +41,7 @@ class ReferencePlatform(FLPlatform):
     # a request costs more than it gains, and needs a compiler. The model itself goes through get_compile_backend.
     simple_compile_backend = "eager"
     worker_cls = "vllm_fl_reference.worker.ReferenceWorker"
+    communicator_cls = "vllm_fl.integration.communicator.FLCommunicator"
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -107,10 +108,6 @@ class ReferencePlatform(FLPlatform):
     @classmethod
     def use_custom_op_collectives(cls) -> bool:
         return True
-
-    @classmethod
-    def get_device_communicator_cls(cls) -> str:
-        return "vllm_fl.integration.communicator.FLCommunicator"
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ from vllm_fl.integration.worker import FLWorkerMixin
 from vllm_fl.logging import get_logger
 
 from .hugepages import use_huge_pages
+from .lazy_zeros import LazyZeros
 from .linear import pack_linear_layers
 from .platform import GIB, ReferencePlatform
 
@@ -23,7 +25,7 @@ THREADS_KEY = "vllm_fl_threads"
 
 #: Share of the memory that is still free once the weights are loaded, which the KV caches of all workers may take.
 KV_CACHE_SHARE = 0.5
-#: Size of a worker's KV cache if nothing asks for more or less. The memory is taken at once: PyTorch writes the zeros.
+#: Size of a worker's KV cache if nothing asks for more or less.
 KV_CACHE_BYTES = 4 * GIB
 
 
@@ -51,12 +53,12 @@ class ReferenceWorker(FLWorkerMixin, CPUWorker):
         self.vllm_config.additional_config[THREADS_KEY] = torch.get_num_threads()
         super().load_model(*args, **kwargs)
         pack_linear_layers(self.model_runner.get_model())
-        use_huge_pages()
+        # The system moves the weights, seconds a GiB; nothing waits for it.
+        threading.Thread(target=use_huge_pages, name="huge-pages", daemon=True).start()
 
-    def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().compile_or_warm_up_model(*args, **kwargs)
-        use_huge_pages(at_once=False)  # by now there is the KV cache, gigabytes of which little is in use
-        return result
+    def initialize_from_config(self, *args: Any, **kwargs: Any) -> Any:
+        with LazyZeros():  # the KV cache
+            return super().initialize_from_config(*args, **kwargs)
 
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache of this worker."""

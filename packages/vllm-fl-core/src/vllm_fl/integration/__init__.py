@@ -94,7 +94,7 @@ def general_plugin() -> None:
     get_default_manager().ensure_initialized()
     _warn_of_version()
     compat.install()
-    layers.register()
+    layers.register(current_platform.native_vendor)
 
 
 def _warn_if_passed_over(platform: object) -> None:

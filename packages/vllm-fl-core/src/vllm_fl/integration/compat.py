@@ -93,6 +93,8 @@ def define_missing_symbols() -> None:
         _define(symbol, schema, _to_operator(operator, taken))
     # CPUWorker binds memory to a NUMA node with it; without the extension memory stays where the kernel puts it.
     _define("_C::init_cpu_memory_env", "(int[] node_ids) -> ()", lambda node_ids: None)
+    # Graph wrappers hold the outputs of captured graphs by it, so that the graphs' memory pool can take them back.
+    _define("_C::weak_ref_tensor", "(Tensor input) -> Tensor", _weak_ref_tensor)
 
 
 def _to_operator(name: str, taken: int) -> Callable[..., None]:
@@ -102,7 +104,16 @@ def _to_operator(name: str, taken: int) -> Callable[..., None]:
     return lambda *args: op.fn(*args[:taken])
 
 
-def _define(symbol: str, schema: str, function: Callable[..., None]) -> None:
+def _weak_ref_tensor(tensor: Any) -> Any:
+    """A tensor over the memory of `tensor` that does not keep it allocated."""
+    import torch
+
+    storage = tensor.untyped_storage()
+    alias = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    return tensor.new_empty(0).set_(alias, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _define(symbol: str, schema: str, function: Callable[..., Any]) -> None:
     import torch
 
     namespace, _, name = symbol.partition("::")

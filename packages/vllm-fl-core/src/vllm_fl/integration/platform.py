@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 
 from vllm.platforms.interface import Platform
 
-from vllm_fl.config import ENVIRONMENT, get_settings
+from vllm_fl.config import ENVIRONMENT
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.logging import get_logger
+from vllm_fl.plugins import communicator_class
 
 __all__ = ["FINGERPRINT_KEY", "LAYERS_KEY", "FLPlatform", "stamp_selection"]
 
@@ -35,6 +36,11 @@ class FLPlatform(Platform):
     supports_fusion_passes: ClassVar[bool] = False
     #: Whether vLLM's layers have kernels for this device, so that those we do not replace follow vLLM's own rule.
     has_native_layers: ClassVar[bool] = False
+    #: The vendor whose implementations are the very kernels that vLLM's layers call, if there is one: a layer stays
+    #: vLLM's own where dispatch chooses them. Under torch.compile vLLM may then trace its PyTorch form instead.
+    native_vendor: ClassVar[str | None] = None
+    #: Path of the communicator where none is chosen by the configuration; empty leaves it to the class of vLLM.
+    communicator_cls: ClassVar[str] = ""
     #: Names of ``--attention-backend`` that are served besides CUSTOM, the dispatched one.
     native_attention_backends: ClassVar[frozenset[str]] = frozenset()
 
@@ -73,6 +79,15 @@ class FLPlatform(Platform):
         return str(path).replace(":", ".")
 
     @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        """Path of the communicator class: the chosen plug-in's, else the platform's own.
+
+        Raises:
+            PlatformError: the chosen one is not installed or cannot be used; it is never replaced by another.
+        """
+        return communicator_class(cls.device_type) or cls.communicator_cls or str(super().get_device_communicator_cls())
+
+    @classmethod
     def get_pass_manager_cls(cls) -> str:
         return "vllm_fl.integration.passes.FLPassManager"
 
@@ -86,7 +101,7 @@ class FLPlatform(Platform):
             _switch_off_fusions(compilation.pass_config)
         # Under inductor vLLM's default is "none": it would trace its own PyTorch forwards and never ask ours.
         if cls.has_native_layers:
-            layers.enable(compilation.custom_ops)
+            layers.enable(compilation.custom_ops, cls.native_vendor)
         elif not {"all", "none"} & set(compilation.custom_ops):
             compilation.custom_ops.append("all")
 
@@ -101,10 +116,10 @@ class FLPlatform(Platform):
             compilation.cudagraph_capture_sizes = []
             if compilation.compile_sizes is None:
                 compilation.compile_sizes = []
-        stamp_selection(vllm_config)
+        stamp_selection(vllm_config, cls.native_vendor)
 
 
-def stamp_selection(vllm_config: Any) -> None:
+def stamp_selection(vllm_config: Any, native_vendor: str | None = None) -> None:
     """Put the present selection of implementations and layers into ``additional_config``.
 
     vLLM hashes it into the keys of its compile caches, so that no two selections share a graph.
@@ -121,7 +136,7 @@ def stamp_selection(vllm_config: Any) -> None:
             " pass a dict"
         )
     config[FINGERPRINT_KEY] = get_default_manager().fingerprint()
-    config[LAYERS_KEY] = sorted(layer.name for layer in layers.selected(get_settings()))
+    config[LAYERS_KEY] = sorted(layer.name for layer in layers.replaced(native_vendor))
 
 
 def _switch_off_fusions(pass_config: Any) -> None:

@@ -26,7 +26,9 @@ class FLWorkerMixin:
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         get_default_manager().prepare_compile()
-        stamp_selection(self.vllm_config)
+        from vllm.platforms import current_platform
+
+        stamp_selection(self.vllm_config, getattr(current_platform, "native_vendor", None))
         return super().load_model(*args, **kwargs)  # type: ignore[misc]
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:

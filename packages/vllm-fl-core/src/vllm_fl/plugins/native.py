@@ -66,7 +66,7 @@ def _tpu() -> str | None:
 def _cuda() -> str | None:
     if not _has_kernels("_C*.so", "_moe_C*.so"):
         return None
-    if _nvidia_devices() > 0:
+    if nvidia_devices() > 0:
         return "vLLM has CUDA kernels and there is an NVIDIA device"
     if Path("/etc/nv_tegra_release").is_file() or Path("/sys/class/tegra-firmware").exists():
         return "vLLM has CUDA kernels and this is a Jetson"
@@ -120,7 +120,7 @@ def _has_kernels(*patterns: str) -> bool:
     return any(next(Path(folder).glob(pattern), None) for folder in folders for pattern in patterns)
 
 
-def _nvidia_devices() -> int:
+def nvidia_devices() -> int:
     """Number of NVIDIA devices by the driver's management library, whatever ``CUDA_VISIBLE_DEVICES`` says."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")

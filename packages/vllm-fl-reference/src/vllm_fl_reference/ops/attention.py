@@ -51,7 +51,7 @@ def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
     block_size = blocks.shape[1]
     rows = rows.to(cache.dtype)
     if blocks.stride(0) == block_size * blocks.stride(1):  # token by token in memory: one dimension of slots
-        blocks.flatten(0, 1).index_copy_(0, slots, rows)
+        blocks.flatten(0, 1).index_copy_(0, slots.long(), rows)
     else:
         blocks.index_put_((slots // block_size, slots % block_size), rows)
 

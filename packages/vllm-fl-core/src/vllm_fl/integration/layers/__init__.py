@@ -10,9 +10,10 @@ from importlib import import_module
 
 from vllm_fl.config import ConfigProblems, Settings, get_settings
 from vllm_fl.config.names import unknown_names
+from vllm_fl.dispatch import get_default_manager
 from vllm_fl.logging import get_logger
 
-__all__ = ["LAYERS", "Layer", "enable", "hw_agnostic", "register", "replace", "selected"]
+__all__ = ["LAYERS", "Layer", "enable", "hw_agnostic", "register", "replace", "replaced", "selected"]
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,19 @@ class Layer:
         name: as in ``VLLM_FL_OOT_WHITELIST`` and ``VLLM_FL_OOT_BLACKLIST``.
         module: module of this package with a function ``register_<name>()``.
         custom_op: vLLM's name in ``compilation_config.custom_ops``; None where vLLM has no such switch.
+        operators: the operators behind it, where they are not the one of its own name.
     """
 
     name: str
     module: str
     custom_op: str | None
+    operators: tuple[str, ...] = ()
+
+    def is_served_by(self, vendor: str) -> bool:
+        """Whether the implementation chosen for each of the operators is one of `vendor`."""
+        manager = get_default_manager()
+        chosen = [manager.selection(name).chosen for name in self.operators or (self.name,)]
+        return all(candidate is not None and candidate.impl.vendor == vendor for candidate in chosen)
 
 
 LAYERS = (
@@ -37,9 +46,25 @@ LAYERS = (
     Layer("gemma_rms_norm", "layernorm", "gemma_rms_norm"),
     Layer("rms_norm_gated", "layernorm", "rms_norm_gated"),
     Layer("rotary_embedding", "rotary", "rotary_embedding"),
-    Layer("fused_moe", "moe", None),
-    Layer("unquantized_fused_moe_method", "moe", "unquantized_fused_moe"),
-    Layer("gated_delta_net", "gdn", None),
+    Layer("fused_moe", "moe", None, ("topk_softmax", "topk_sigmoid", "grouped_topk")),
+    Layer(
+        "unquantized_fused_moe_method",
+        "moe",
+        "unquantized_fused_moe",
+        ("fused_experts", "moe_align_block_size", "moe_sum", "silu_and_mul"),
+    ),
+    Layer(
+        "gated_delta_net",
+        "gdn",
+        None,
+        (
+            "causal_conv1d_fn",
+            "causal_conv1d_update",
+            "fused_gdn_gating",
+            "chunk_gated_delta_rule",
+            "fused_recurrent_gated_delta_rule",
+        ),
+    ),
 )
 
 
@@ -58,9 +83,25 @@ def selected(settings: Settings) -> tuple[Layer, ...]:
     return tuple(layer for layer in LAYERS if (allowed is None or layer.name in allowed) and layer.name not in denied)
 
 
-def register() -> None:
-    """Register every selected layer with vLLM. Safe to call again."""
-    for layer in selected(get_settings()):
+def replaced(native_vendor: str | None = None) -> tuple[Layer, ...]:
+    """The layers that are replaced: the selected ones, without those that vLLM serves with the chosen kernels itself.
+
+    Args:
+        native_vendor: the vendor whose implementations are the kernels of vLLM's own layers, if there is one. Where
+            dispatch chooses them, vLLM's layer calls them with fewer copies than the operator's signature allows.
+
+    Raises:
+        ConfigError: the white- or blacklist names a layer that does not exist.
+    """
+    layers = selected(get_settings())
+    if native_vendor is None:
+        return layers
+    return tuple(layer for layer in layers if not layer.is_served_by(native_vendor))
+
+
+def register(native_vendor: str | None = None) -> None:
+    """Register every layer of :func:`replaced` with vLLM. Safe to call again."""
+    for layer in replaced(native_vendor):
         module = import_module(f"{__name__}.{layer.module}")
         getattr(module, f"register_{layer.name}")()
 
@@ -110,14 +151,14 @@ def hw_agnostic(module: str, name: str) -> type | None:
     return getattr(found, name, None)
 
 
-def enable(custom_ops: list[str]) -> None:
-    """Switch the selected layers on in vLLM's ``custom_ops``, in place; a user's ``none``, ``+x`` or ``-x`` stays.
+def enable(custom_ops: list[str], native_vendor: str | None = None) -> None:
+    """Switch the replaced layers on in vLLM's ``custom_ops``, in place; a user's ``none``, ``+x`` or ``-x`` stays.
 
     For platforms where vLLM's remaining layers have kernels of their own and vLLM's own rule decides about them.
     """
     if "none" in custom_ops:
         return
-    for layer in selected(get_settings()):
+    for layer in replaced(native_vendor):
         op = layer.custom_op
         if op is not None and f"+{op}" not in custom_ops and f"-{op}" not in custom_ops:
             custom_ops.append(f"+{op}")

@@ -1,0 +1,301 @@
+"""Throughput of vLLM on a GPU: native, with this project's 100 % Triton selection, and with the vendor mix; in one run.
+
+    python benchmarks/serving_parity.py MODEL [--workloads decode,prefill,latency] [--modes compiled,eager]
+        [--sides native,triton,vendor] [--repeats 3] [--resident] [--coverage] [--output FILE]
+
+MODEL is a folder with a config.json; the weights are random. All sides run the same vLLM: `native` with its plug-ins
+switched off, `vendor` with the platform's own selection, `triton` with the file policies/nvidia-triton-MODE.yaml.
+The sides take turns, in alternating order, so that drift hits all alike. With --resident all engines of a mode stay
+loaded and share the memory; otherwise each turn of a side loads its engine again (from its compile cache after the
+first time), for models of which only one fits. The figure of a round is output tokens a second, prefill included,
+prefix caching off; of a side the median of its rounds, and its ratio to the native median.
+
+--coverage adds one profiled pass of each side and workload: the share of GPU time by provider and by operator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sides import Engine, Side, WorkerError, machine, requests, version
+
+POLICIES = Path(__file__).parent / "policies"
+SIDES = ("native", "triton", "vendor")
+MODES = ("compiled", "eager")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that start together: how many, tokens of each prompt, tokens of each answer."""
+
+    prompts: int
+    input: int
+    output: int
+
+    def __str__(self) -> str:
+        return f"{self.prompts} x {self.input} -> {self.output}"
+
+
+WORKLOADS = {
+    "decode": Workload(256, 512, 128),
+    "prefill": Workload(64, 4096, 16),
+    "latency": Workload(1, 512, 256),
+    "decode128": Workload(128, 512, 64),
+}
+
+
+# The worker: one engine
+
+
+def worker(configuration: dict[str, Any]) -> None:
+    """Loads the engine, warms each workload up, then measures the workload that a request names."""
+    replies = os.fdopen(configuration["reply_fd"], "w", buffering=1)
+    started = time.perf_counter()
+    import torch
+    import vllm
+
+    workloads = {name: Workload(**fields) for name, fields in configuration["workloads"].items()}
+    options = dict(configuration["options"])
+    if configuration["trace"]:
+        options["profiler_config"] = {"profiler": "torch", "torch_profiler_dir": configuration["trace"]}
+    llm = vllm.LLM(
+        model=configuration["model"],
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=max(w.input + w.output for w in workloads.values()) + 8,
+        max_num_seqs=max(256, *(w.prompts for w in workloads.values())),
+        gpu_memory_utilization=configuration["memory"],
+        enforce_eager=configuration["eager"],
+        enable_prefix_caching=False,
+        seed=0,
+        disable_log_stats=True,
+        **options,
+    )
+    loaded = time.perf_counter() - started
+    for workload in workloads.values():
+        _round(llm, workload)
+    current = type(vllm.platforms.current_platform)
+    report = {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "device": vllm.platforms.current_platform.get_device_name(),
+        "platform": f"{current.__module__}.{current.__qualname__}",
+        "load_s": round(loaded, 1),
+    }
+    for request in requests(configuration, report, replies):
+        workload = workloads[request["workload"]]
+        if request.get("profile"):
+            answer = _profiled(llm, workload, Path(configuration["trace"]))
+        else:
+            answer = _round(llm, workload)
+        print(json.dumps(answer), file=replies)
+
+
+def _round(llm: Any, workload: Workload, output: int | None = None) -> dict[str, Any]:
+    import vllm
+
+    tokens = random.Random(0)
+    prompts = [
+        {"prompt_token_ids": [tokens.randrange(1000, 50000) for _ in range(workload.input)]}
+        for _ in range(workload.prompts)
+    ]
+    sampling = vllm.SamplingParams(
+        temperature=0.0, max_tokens=output or workload.output, ignore_eos=True, detokenize=False
+    )
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    return {
+        "seconds": seconds,
+        "output_tokens": sum(len(o.outputs[0].token_ids) for o in outputs),
+        "first": list(outputs[0].outputs[0].token_ids[:8]),
+    }
+
+
+def _profiled(llm: Any, workload: Workload, folder: Path) -> dict[str, Any]:
+    """Share of GPU time by provider, of a pass of at most 16 output tokens a request."""
+    from vllm_fl.profile.coverage import coverage
+
+    before = set(folder.rglob("*.json*"))
+    llm.start_profile()
+    _round(llm, workload, min(16, workload.output))
+    llm.stop_profile()
+    deadline = time.monotonic() + 120
+    while not (traces := sorted(set(folder.rglob("*.json*")) - before)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    if not traces:
+        return {"error": f"no trace appeared in {folder}"}
+    size = -1
+    while size != (size := traces[0].stat().st_size):
+        time.sleep(1.0)
+    report = coverage(traces[0])
+    return report.model_dump() if hasattr(report, "model_dump") else asdict(report)
+
+
+# The parent
+
+
+def environment(side: str, mode: str) -> dict[str, str]:
+    """What makes the side; the same vLLM and the same packages in all."""
+    policy = POLICIES / f"nvidia-triton-{mode}.yaml"
+    own = {"native": {"VLLM_PLUGINS": ""}, "triton": {"VLLM_FL_CONFIG": str(policy)}}
+    return {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", **own.get(side, {})}
+
+
+def measure(arguments: argparse.Namespace, mode: str, logs: Path) -> list[dict[str, Any]]:
+    """All rounds of one mode; one record for each side and workload."""
+    sides = [Side(name, eager=mode == "eager", environment=environment(name, mode)) for name in arguments.sides]
+    share = 0.9 / len(sides) if arguments.resident else 0.88
+    rounds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    shares: dict[tuple[str, str], Any] = {}
+    reports: dict[str, dict[str, Any]] = {}
+    engines: dict[str, Engine] = {}
+
+    def engine_of(side: Side) -> Engine:
+        if side.name not in engines:
+            trace = logs / f"trace-{mode}-{side.name}"
+            configuration = {
+                "model": str(arguments.model),
+                "workloads": {name: asdict(WORKLOADS[name]) for name in arguments.workloads},
+                "options": arguments.options,
+                "memory": share,
+                "trace": str(trace) if arguments.coverage else "",
+            }
+            engine = Engine(side, Path(__file__), configuration, logs / f"{mode}-{side.name}.log")
+            engines[side.name] = engine
+            start = time.monotonic()
+            engine.load()
+            reports.setdefault(side.name, side.report)
+            say(f"{mode} {side.name}: loaded in {time.monotonic() - start:.0f} s")
+        return engines[side.name]
+
+    alive = list(sides)
+    try:
+        for number in range(arguments.repeats):
+            for side in list(alive if number % 2 == 0 else reversed(alive)):
+                try:
+                    engine = engine_of(side)
+                    for name in arguments.workloads:
+                        answer = engine.measure({"workload": name})
+                        rounds.setdefault((side.name, name), []).append(answer)
+                        say(f"{mode} {side.name} {name}: {answer['output_tokens'] / answer['seconds']:.1f} tok/s")
+                        if arguments.coverage and number == arguments.repeats - 1:
+                            shares[side.name, name] = engine.measure({"workload": name, "profile": True})
+                except WorkerError as error:  # the other sides are still worth their figures
+                    say(f"{mode} {side.name} failed: {error}")
+                    alive.remove(side)
+                if not arguments.resident and side.name in engines:
+                    engines.pop(side.name).close()
+    finally:
+        for engine in engines.values():
+            engine.close()
+    return [
+        _record(mode, side, name, reports.get(side, {}), answers, shares.get((side, name)))
+        for (side, name), answers in sorted(rounds.items())
+    ]
+
+
+def _record(
+    mode: str, side: str, name: str, report: dict[str, Any], answers: list[dict[str, Any]], shares: Any
+) -> dict[str, Any]:
+    one = Side(side, rounds=[round(a["output_tokens"] / a["seconds"], 2) for a in answers])
+    return {
+        "mode": mode,
+        "side": side,
+        "workload": name,
+        "shape": str(WORKLOADS[name]),
+        "rounds": one.rounds,
+        "median": one.median,
+        "first": answers[-1]["first"],
+        "coverage": shares,
+        **report,
+    }
+
+
+def add_ratios(records: list[dict[str, Any]]) -> None:
+    """To each record the ratio of its median to the native one of the same mode and workload."""
+    native = {(r["mode"], r["workload"]): r["median"] for r in records if r["side"] == "native"}
+    for record in records:
+        base = native.get((record["mode"], record["workload"]))
+        record["ratio"] = round(record["median"] / base, 4) if base else None
+
+
+def show(records: list[dict[str, Any]]) -> None:
+    """A table without any library: this also runs where there is nothing but vLLM."""
+    for r in records:
+        ratio = "" if r["ratio"] is None else f"{r['ratio']:.3f}"
+        spread = f"({min(r['rounds']):.1f}-{max(r['rounds']):.1f})"
+        say(f"{r['mode']:9} {r['workload']:10} {r['side']:8} {r['median']:10.1f} tok/s {spread:20} {ratio}")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    top.add_argument("model", nargs="?", type=Path, help="folder with a config.json")
+    top.add_argument("--workloads", default="decode", help=f"comma-separated, of {', '.join(WORKLOADS)}")
+    top.add_argument("--modes", default="compiled", help=f"comma-separated, of {', '.join(MODES)}")
+    top.add_argument("--sides", default=",".join(SIDES), help=f"comma-separated, of {', '.join(SIDES)}")
+    top.add_argument("--repeats", type=int, default=3, help="measured rounds of each side, at least 3 (default: 3)")
+    top.add_argument("--resident", action="store_true", help="keep all engines of a mode loaded")
+    top.add_argument("--coverage", action="store_true", help="profile one pass of each side and workload")
+    top.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
+    top.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there instead of standard output")
+    top.add_argument("--logs", type=Path, default=Path("/tmp") / f"serving-parity-{os.getpid()}")
+    top.add_argument("--worker", metavar="JSON", help=argparse.SUPPRESS)
+    return top
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Judges the arguments before anything is started."""
+    for option, allowed in (("workloads", WORKLOADS), ("modes", MODES), ("sides", SIDES)):
+        values = [value.strip() for value in getattr(arguments, option).split(",")]
+        for value in values:
+            if value not in allowed:
+                parser().error(f"--{option}: {value!r} is unknown; allowed: {', '.join(allowed)}")
+        setattr(arguments, option, values)
+    if arguments.repeats < 3:
+        parser().error(f"--repeats: {arguments.repeats} is too few for a median; at least 3")
+    if arguments.model is None or not (arguments.model / "config.json").is_file():
+        parser().error(f"MODEL: {arguments.model} is not a folder with a config.json")
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no engine outlives us
+    arguments = parser().parse_args()
+    if arguments.worker:
+        worker(json.loads(arguments.worker))
+        return 0
+    check(arguments)
+    arguments.logs.mkdir(parents=True, exist_ok=True)
+    records = [record for mode in arguments.modes for record in measure(arguments, mode, arguments.logs)]
+    add_ratios(records)
+    show(records)
+    document = {
+        "benchmark": "serving_parity",
+        "model": arguments.model.name,
+        "machine": machine(),
+        "versions": {name: version(name) for name in ("vllm", "torch", "triton", "vllm-fl-core", "vllm-fl-nvidia")},
+        "results": records,
+    }
+    text = json.dumps(document, indent=1)
+    if arguments.output:
+        arguments.output.write_text(text, encoding="utf-8")
+    else:
+        print(text)
+    return 0 if records else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

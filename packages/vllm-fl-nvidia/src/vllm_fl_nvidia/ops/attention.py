@@ -1,0 +1,31 @@
+"""Attention by the backends that vLLM ships for CUDA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: Stands for vLLM's own choice among FlashAttention, FlashInfer and the rest; `NvidiaPlatform` puts it in its place.
+NATIVE = "vllm_fl_nvidia.ops.attention.NATIVE"
+
+
+def attention_backend(use_mla: bool = False, use_sparse: bool = False) -> str:
+    """See :func:`vllm_fl.catalog.attention.attention_backend`."""
+    return NATIVE
+
+
+def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """See :func:`vllm_fl.catalog.attention.reshape_and_cache`.
+
+    Raises:
+        NotImplementedError: keys and values differ in size, or the cache has another dtype; the kernel cannot do it.
+    """
+    if key.shape != value.shape or key_cache.stride() != value_cache.stride():
+        raise NotImplementedError("vLLM's reshape_and_cache_flash wants keys and values of one shape and layout")
+    if not key.dtype == value.dtype == key_cache.dtype == value_cache.dtype:
+        raise NotImplementedError("vLLM's reshape_and_cache_flash wants one dtype; it converts to float8 only")
+    if key.stride(-1) != 1 or key_cache.stride(-1) != 1:
+        raise NotImplementedError("vLLM's reshape_and_cache_flash wants the head dimension contiguous")
+    scale = torch.ones((), dtype=torch.float32, device=key.device)
+    caches = (key_cache.transpose(1, 2), value_cache.transpose(1, 2))
+    torch.ops._C_cache_ops.reshape_and_cache_flash(key, value, *caches, slot_mapping.long(), "auto", scale, scale)

@@ -1,0 +1,115 @@
+"""Routing and bookkeeping of mixtures of experts by vLLM's compiled kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_SCORING_NONE = 0
+
+
+def topk_softmax(
+    topk_weights: Tensor,
+    topk_indices: Tensor,
+    token_expert_indices: Tensor,
+    gating_output: Tensor,
+    renormalize: bool = False,
+    e_score_correction_bias: Tensor | None = None,
+) -> None:
+    """See :func:`vllm_fl.catalog.moe.topk_softmax`."""
+    from vllm import _custom_ops
+
+    bias = _as_float(e_score_correction_bias)
+    _custom_ops.topk_softmax(
+        topk_weights, topk_indices, token_expert_indices, gating_output.contiguous(), renormalize, bias
+    )
+
+
+def topk_sigmoid(
+    topk_weights: Tensor,
+    topk_indices: Tensor,
+    token_expert_indices: Tensor,
+    gating_output: Tensor,
+    renormalize: bool = False,
+    e_score_correction_bias: Tensor | None = None,
+    routed_scaling_factor: float = 1.0,
+) -> None:
+    """See :func:`vllm_fl.catalog.moe.topk_sigmoid`."""
+    from vllm import _custom_ops
+
+    bias = _as_float(e_score_correction_bias)
+    _custom_ops.topk_sigmoid(
+        topk_weights,
+        topk_indices,
+        token_expert_indices,
+        gating_output.contiguous(),
+        renormalize,
+        bias,
+        routed_scaling_factor,
+    )
+
+
+def grouped_topk(
+    scores: Tensor,
+    n_group: int,
+    topk_group: int,
+    topk: int,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    bias: Tensor | None = None,
+    scoring_func: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`vllm_fl.catalog.moe.grouped_topk`.
+
+    Raises:
+        NotImplementedError: no bias, softmax scores, or more groups or choices than the kernel takes.
+    """
+    from vllm import _custom_ops
+
+    if bias is None or scoring_func not in (_SCORING_NONE, 1) or n_group > 32 or topk > 32:
+        raise NotImplementedError(
+            "vLLM's grouped_topk wants a bias, scores as they are or through the sigmoid, at most 32 groups and choices"
+        )
+    weights, ids = _custom_ops.grouped_topk(
+        scores.contiguous(),
+        n_group,
+        topk_group,
+        topk,
+        renormalize,
+        routed_scaling_factor,
+        bias.to(scores.dtype),
+        scoring_func,
+    )
+    return weights, ids.to(torch.int32)
+
+
+def moe_align_block_size(
+    topk_ids: Tensor,
+    block_size: int,
+    num_experts: int,
+    expert_map: Tensor | None = None,
+    pad_sorted_ids: bool = False,
+    ignore_invalid_experts: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`vllm_fl.catalog.moe.moe_align_block_size`."""
+    from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size as kernel
+
+    first, second, third = kernel(topk_ids, block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts)
+    return first, second, third
+
+
+def moe_sum(input: Tensor, output: Tensor) -> None:
+    """See :func:`vllm_fl.catalog.moe.moe_sum`.
+
+    Raises:
+        NotImplementedError: the kernel wants contiguous tensors of one dtype.
+    """
+    from vllm import _custom_ops
+
+    if input.dtype != output.dtype or not (input.is_contiguous() and output.is_contiguous()):
+        raise NotImplementedError("vLLM's moe_sum wants contiguous tensors of one dtype")
+    _custom_ops.moe_sum(input, output)
+
+
+def _as_float(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float()
