@@ -13,7 +13,19 @@ import torch
 from kernel_inputs import INTERPRETED
 from launches import TARGETS, Launch, record
 
-from vllm_fl.flagos.kernels import activation, cache, moe_align, normalization, quantization, rotary, sampling
+from vllm_fl.flagos.kernels import (
+    activation,
+    cache,
+    fused_moe,
+    moe_align,
+    moe_routing,
+    moe_sum,
+    normalization,
+    paged_attention,
+    quantization,
+    rotary,
+    sampling,
+)
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 replaces the compiler by the interpreter")
 
@@ -103,6 +115,46 @@ def _align(tokens: int) -> None:
     moe_align.moe_align_block_size(meta(tokens, 10, dtype=torch.int32), 16, 512)
 
 
+def _attention(
+    requests: int,
+    *,
+    query_len: int,
+    group: int = 4,
+    size: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    shared: int = 232448,
+) -> None:
+    """Decodes, or queries of so many tokens, of a model with 8 KV heads, on a device with so much shared memory."""
+    tokens = requests * query_len
+    query = meta(tokens, (8 * group + 16) * size, dtype=dtype)[:, : 8 * group * size].view(tokens, 8 * group, size)
+    cache = meta(1000, 16, 8, 2 * size, dtype=dtype).transpose(1, 2)
+    integers = [meta(*shape, dtype=torch.int32) for shape in ((1024, 512), (requests,), (requests + 1,))]
+    decodes = requests if query_len == 1 else 0
+    output = meta(tokens, 8 * group, size, dtype=dtype)
+    with mock.patch.object(paged_attention, "shared_memory", return_value=shared):
+        paged_attention.paged_attention(
+            query, cache[..., :size], cache[..., size:], *integers, output, 0.1, query_len, decodes
+        )
+
+
+def _topk(tokens: int, *, experts: int, biased: bool) -> None:
+    outputs = (meta(tokens, 10, dtype=torch.float32), *(meta(tokens, 10, dtype=torch.int32) for _ in range(2)))
+    moe_routing.topk_sigmoid(*outputs, meta(tokens, experts), True, meta(experts) if biased else None)
+
+
+def _grouped_topk(tokens: int) -> None:
+    moe_routing.grouped_topk(meta(tokens, 256, dtype=torch.float32), 8, 4, 8, True, 2.5, meta(256), 1)
+
+
+def _experts(tokens: int, *, shared: int = 232448, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Qwen3-30B-A3B on a device with so much shared memory."""
+    with mock.patch.object(fused_moe, "shared_memory", return_value=shared):
+        fused_moe.fused_experts(
+            meta(tokens, 2048, dtype=dtype), meta(128, 1536, 2048, dtype=dtype), meta(128, 2048, 768, dtype=dtype),
+            meta(tokens, 8, dtype=torch.float32), meta(tokens, 8, dtype=torch.int32),
+        )  # fmt: skip
+
+
 def _scaled_mm(tokens: int, *, dtype: torch.dtype, by_block: bool) -> None:
     a, b = meta(tokens, 4096, dtype=dtype), meta(6144, 4096, dtype=dtype).t()
     if by_block:
@@ -115,7 +167,43 @@ def _scaled_mm(tokens: int, *, dtype: torch.dtype, by_block: bool) -> None:
 #: Devices with float8_e4m3fn of their own; gfx942 has another float8.
 _FLOAT8 = ("sm_90", "sm_100")
 
+#: Devices with as much shared memory as Hopper's.
+_LARGE, _SMALL = ("sm_90", "sm_100"), {"shared": 65536}
+
+_HEADS = {"": {}, " wide": {"group": 8, "size": 256}}
+_ATTENTION = [
+    case
+    for name, shape in _HEADS.items()
+    for case in (
+        Case(f"attention{name} decodes", partial(_attention, query_len=1, **shape), _LARGE, variants=5, tokens=16),
+        Case(
+            f"attention{name} decodes small",
+            partial(_attention, query_len=1, **shape, **_SMALL),
+            ("sm_80", "gfx942"),
+            variants=5,
+        ),
+        Case(
+            f"attention{name} prefills",
+            partial(_attention, query_len=512, **shape),
+            _LARGE,
+            # Of the tiles that were measured on an H200 the fastest one spills.
+            spills={"_attend": {"sm_90": 0, "sm_100": 24} if name else {"sm_90": 104, "sm_100": 160}},
+            tokens=8,
+        ),
+        Case(
+            f"attention{name} prefills small",
+            partial(_attention, query_len=512, **shape, **_SMALL),
+            ("sm_80", "gfx942"),
+            tokens=8,
+        ),
+    )
+] + [
+    Case("attention short", partial(_attention, query_len=4), ("sm_90",), tokens=8),
+    Case("attention float32", partial(_attention, query_len=512, dtype=torch.float32, **_HEADS[" wide"]), ("sm_90",)),
+]
+
 CASES: list[Case] = [
+    *_ATTENTION,
     Case("silu_and_mul", lambda t: activation.silu_and_mul(meta(t, 2 * 9728))),
     Case("gelu_and_mul", lambda t: activation.gelu_and_mul(meta(t, 2 * 9728))),
     Case("gelu_and_mul tanh", lambda t: activation.gelu_and_mul(meta(t, 2 * 9728), "tanh")),
@@ -132,6 +220,14 @@ CASES: list[Case] = [
     Case("reshape_and_cache", _write_cache),
     Case("compute_slot_mapping", _slots),
     Case("moe_align_block_size", _align),
+    Case("topk_sigmoid", partial(_topk, experts=512, biased=False)),
+    Case("topk_sigmoid bias", partial(_topk, experts=1024, biased=True)),
+    Case("grouped_topk", _grouped_topk),
+    Case("moe_sum", lambda t: moe_sum.moe_sum(meta(t, 8, 2048), meta(t, 2048))),
+    Case("fused_experts", _experts, _LARGE, variants=12),
+    Case("fused_experts medium", partial(_experts, shared=166912), ("sm_80",), variants=12),
+    Case("fused_experts float32", partial(_experts, dtype=torch.float32), ("sm_90",), variants=12),
+    Case("fused_experts small", partial(_experts, **_SMALL), ("gfx942",), variants=12),
     Case("apply_repetition_penalties", _penalties),
     Case("apply_top_k_top_p", _top_k_top_p),
     Case("per_token_group_quant_fp8", partial(_quantize, converts=True), targets=_FLOAT8),
@@ -146,6 +242,11 @@ CASES += [
     for case in CASES
     for tokens in (8, 4096)
     if case.name.startswith("scaled_mm")
+] + [
+    replace(case, name=f"{case.name} {tokens}", tokens=tokens, targets=case.targets if tokens == 4096 else ("sm_90",))
+    for case in CASES
+    for tokens in (1, 64, 512, 4096)
+    if case.name == "fused_experts" or (case.name in ("fused_experts medium", "fused_experts small") and tokens == 4096)
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,16 +61,19 @@ def rows_of(name: str, x: Tensor, width: int) -> Rows:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many a device has; without a CUDA or ROCm device, as many as an H200."""
-    if device.type != "cuda":
-        return 132
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    """How many a device has; as many as an H200 where PyTorch does not say."""
+    return int(getattr(_properties(device), "multi_processor_count", 132))
 
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have; without a CUDA or ROCm device, as many as on an H200."""
-    if device.type != "cuda":
-        return 232448
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block)
+    """Bytes that a program may have; as many as on an H200 where PyTorch does not say."""
+    properties = _properties(device)
+    most = getattr(properties, "shared_memory_per_block_optin", 0)  # 0 on devices without such a choice
+    return int(most or getattr(properties, "shared_memory_per_block", 232448))
+
+
+def _properties(device: torch.device) -> Any:
+    """PyTorch's description of a device; None for the CPU, and for devices without one."""
+    describe = getattr(getattr(torch, device.type, None), "get_device_properties", None)
+    return None if describe is None else describe(device)
