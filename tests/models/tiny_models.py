@@ -145,19 +145,21 @@ CONFIGURATIONS: dict[str, Callable[[], Any]] = {
 ENCODERS: dict[str, Callable[[], Any]] = {"bert": bert, "modernbert": modernbert}
 
 
-def make(name: str, path: Path, seed: int = 0) -> Any:
+def make(name: str, path: Path, seed: int = 0, **changes: Any) -> Any:
     """Write a checkpoint and return its transformers model, float32, in evaluation mode.
 
     Args:
         name: a key of CONFIGURATIONS or ENCODERS.
         path: directory to write to.
         seed: of the weights.
+        changes: attributes of the configuration, such as ``head_dim``.
     """
     torch.manual_seed(seed)
-    if name in ENCODERS:
-        model = transformers.AutoModel.from_config(ENCODERS[name](), dtype=torch.float32)
-    else:
-        model = transformers.AutoModelForCausalLM.from_config(CONFIGURATIONS[name](), dtype=torch.float32)
+    config = {**CONFIGURATIONS, **ENCODERS}[name]()
+    for attribute, value in changes.items():
+        setattr(config, attribute, value)
+    auto = transformers.AutoModel if name in ENCODERS else transformers.AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     with torch.no_grad():
         for tensor_name, tensor in tensors:

@@ -1,4 +1,4 @@
-"""The skeleton does exactly what its README says: it declares itself, and never serves."""
+"""What the distribution declares, and whether it says that this machine has an NPU."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ import importlib.resources
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vllm_fl.config import check_file
-from vllm_fl.dispatch import BackendImplKind, get_default_manager, reset_default_manager
-from vllm_fl.errors import PlatformError
+from vllm_fl.dispatch import BackendImplKind, OpRegistry, get_default_manager, reset_default_manager
 from vllm_fl.plugins import installed_backends, reset_platform, resolve_platform
+from vllm_fl_ascend import plugin
 from vllm_fl_ascend.plugin import PLUGIN, probe
 
-REASON = "no operators yet: this release registers no operators and no platform"
+SIMULATION = Path(__file__).parent / "simulated_torch_npu"
+NO_TORCH_NPU = "torch_npu is not installed; install the torch-npu of torch's version"
 
 
 @pytest.fixture(autouse=True)
-def _fresh_choice(monkeypatch: pytest.MonkeyPatch):
+def _fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("VLLM_FL_PLATFORM", raising=False)
     reset_platform()
     reset_default_manager()
@@ -29,18 +33,25 @@ def _fresh_choice(monkeypatch: pytest.MonkeyPatch):
     reset_default_manager()
 
 
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """`machine(devices, torch_npu=...)`: a machine with these device nodes and this version of torch_npu."""
+
+    def make(*devices: str, torch_npu: str | None = "2.13.0") -> None:
+        for name in devices:
+            (tmp_path / name).touch()
+        versions = {"torch": "2.13.0+cpu", "torch_npu": torch_npu}
+        monkeypatch.setattr(plugin, "DEVICE_FOLDER", tmp_path)
+        monkeypatch.setattr(plugin, "find_spec", lambda name: object() if versions[name] else None)
+        monkeypatch.setattr(plugin, "version", versions.__getitem__)
+
+    return make
+
+
 def test_declaration() -> None:
     assert (PLUGIN.name, PLUGIN.kind, PLUGIN.vendor) == ("ascend", BackendImplKind.VENDOR, "ascend")
-    assert PLUGIN.device_type == "npu"
-    assert PLUGIN.register is None
-    assert PLUGIN.platform is None
+    assert (PLUGIN.device_type, PLUGIN.platform) == ("npu", "vllm_fl_ascend.platform.AscendPlatform")
     assert not PLUGIN.fallback
-
-
-def test_probe_says_why_not() -> None:
-    answer = probe()
-    assert not answer.ok
-    assert answer.reason == REASON
 
 
 def test_shown_among_the_installed_backends() -> None:
@@ -49,25 +60,78 @@ def test_shown_among_the_installed_backends() -> None:
     assert found.error is None
 
 
-def test_never_chosen_as_the_platform() -> None:
+@pytest.mark.parametrize(
+    ("devices", "torch_npu", "reason"),
+    [
+        (["davinci0"], None, NO_TORCH_NPU),
+        (
+            ["davinci0"],
+            "2.12.0.post3",
+            "torch_npu 2.12.0.post3 is not for torch 2.13.0+cpu; pip install 'torch-npu==2.13.*'",
+        ),
+        (
+            ["davinci_manager", "null"],
+            "2.13.0",
+            "no device node {}/davinci<N>: the Ascend driver is not loaded, or a container was started without its "
+            "devices",
+        ),
+        (["davinci_manager", "davinci0", "davinci7"], "2.13.0.post1", ""),
+    ],
+    ids=["no torch_npu", "other torch", "no device", "complete"],
+)
+def test_probe(machine: Any, tmp_path: Path, devices: list[str], torch_npu: str | None, reason: str) -> None:
+    machine(*devices, torch_npu=torch_npu)
+    answer = probe()
+    assert (answer.ok, answer.reason) == (not reason, reason.format(tmp_path))
+
+
+def test_probe_without_metadata(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch_npu built from source may have none; then it is not judged."""
+    machine("davinci0")
+
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(plugin, "version", version)
+    assert probe().ok
+
+
+def test_chosen_where_there_is_a_device(machine: Any) -> None:
+    machine("davinci0")
+    choice = resolve_platform()
+    assert (choice.plugin, choice.reason) == (PLUGIN, "its probe succeeds")
+
+
+def test_not_chosen_elsewhere(machine: Any) -> None:
+    machine("davinci0", torch_npu=None)
     choice = resolve_platform()
     assert choice.plugin != PLUGIN
-    assert ("ascend", REASON) in choice.rejected
+    assert ("ascend", NO_TORCH_NPU) in choice.rejected
 
 
-def test_asking_for_it_is_an_error_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_FL_PLATFORM", "ascend")
-    with pytest.raises(PlatformError) as caught:
-        resolve_platform()
-    assert "VLLM_FL_PLATFORM" in str(caught.value)
-    assert REASON in str(caught.value)
+def test_operators() -> None:
+    registry = OpRegistry()
+    plugin.register(registry)
+    registered = {
+        (operator, impl.impl_id, impl.vendor, impl.priority)
+        for operator, impls in registry.snapshot().impls_by_op.items()
+        for impl in impls
+    }
+    first = (
+        *("apply_top_k_top_p", "attention_backend", "fused_experts", "gelu_and_mul", "grouped_topk"),
+        *("reshape_and_cache", "rms_norm", "rotary_embedding", "silu_and_mul", "topk_sigmoid", "topk_softmax"),
+    )
+    assert registered == {
+        *((name, "vendor.ascend", "ascend", 100) for name in first),
+        *((name, "vendor.ascend.atb", "ascend", 90) for name in ("reshape_and_cache", "rotary_embedding")),
+    }
 
 
-def test_registers_no_operator() -> None:
+def test_not_available_without_torch_npu() -> None:
     manager = get_default_manager()
     manager.ensure_initialized()
-    implementations = [i for impls in manager.registry.snapshot().impls_by_op.values() for i in impls]
-    assert not [i.impl_id for i in implementations if i.vendor == "ascend"]
+    impls = [i for i in manager.registry.snapshot().impls_by_op["rms_norm"] if i.vendor == "ascend"]
+    assert [impl.availability().reason for impl in impls] == ["torch_npu is not loaded; the Ascend platform loads it"]
 
 
 def test_platform_file_is_valid_package_data() -> None:
@@ -76,9 +140,15 @@ def test_platform_file_is_valid_package_data() -> None:
         assert not check_file(path)
 
 
-def test_import_needs_neither_torch_nor_sdk() -> None:
+def test_probe_loads_neither_torch_nor_torch_npu() -> None:
     code = "import json, sys, vllm_fl_ascend.plugin as p; p.probe(); print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(SIMULATION), "PATH": ""},
+    )
     assert not {"torch", "triton", "vllm", "torch_npu"} & set(json.loads(done.stdout))
 
 

@@ -1,4 +1,4 @@
-"""Ascend backend of vllm-fl: a skeleton that registers no operators and no platform yet."""
+"""Ascend backend of vllm-fl: the NPU platform and the operators of torch_npu. Importing this imports neither."""
 
 from vllm_fl.version import __version__
 

@@ -1,0 +1,108 @@
+"""Every shim of this distribution: what vLLM's GPU worker and runner ask of torch.cuda, torch.accelerator and Triton.
+
+Each says which releases need it, by which feature it is recognised, and when it can go; see also
+``vllm_fl.integration.compat``. Applied in a worker once its device is set; safe to call again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["install"]
+
+
+def install() -> None:
+    """Apply everything."""
+    _lead_cuda_to_npu()
+    _complete_accelerator()
+    _replace_triton_kernels()
+    _skip_kernel_warmup()
+
+
+#: torch.cuda's name -> torch.npu's.
+_CUDA_NAMES = {
+    **{name: name for name in ("Event", "Stream", "current_stream", "default_stream", "set_stream", "stream")},
+    **{name: name for name in ("graph", "graph_pool_handle", "is_current_stream_capturing")},
+    "CUDAGraph": "NPUGraph",
+}
+
+
+def _lead_cuda_to_npu() -> None:
+    """Have ``torch.cuda.Stream`` and the like be torch.npu's, where there is no CUDA.
+
+    Needed by 0.26 to 0.33, whose model runner and graph wrapper name torch.cuda (vLLM's XPU runner does the same);
+    recognised by the absence of CUDA; can go when they ask the platform or torch.accelerator.
+    """
+    if torch.cuda.is_available():
+        return
+    for name, ours in _CUDA_NAMES.items():
+        value = getattr(torch.npu, ours, None)
+        if value is not None:
+            # A function in an object of its own: Dynamo keeps tables by object, and refuses one under two names.
+            setattr(torch.cuda, name, value if isinstance(value, type) else functools.partial(value))
+
+
+#: torch.accelerator's name -> torch.npu's; functions that can be called without an argument.
+_ACCELERATOR_NAMES = {
+    "empty_cache": "empty_cache",
+    "get_memory_info": "mem_get_info",
+    "max_memory_allocated": "max_memory_allocated",
+    "memory_allocated": "memory_allocated",
+    "memory_reserved": "memory_reserved",
+    "memory_stats": "memory_stats",
+    "reset_peak_memory_stats": "reset_peak_memory_stats",
+}
+
+
+def _complete_accelerator() -> None:
+    """Have those functions of ``torch.accelerator`` that torch_npu does not serve be torch.npu's.
+
+    Needed by 0.26 to 0.33, which measure memory with them; recognised by each function raising; can go when torch_npu
+    registers its allocator with torch.accelerator.
+    """
+    for name, ours in _ACCELERATOR_NAMES.items():
+        original = getattr(torch.accelerator, name, None)
+        if original is not None and _raises(original):
+            setattr(torch.accelerator, name, functools.partial(getattr(torch.npu, ours)))
+
+
+def _raises(function: Callable[..., Any]) -> bool:
+    try:
+        function()
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return True
+    return False
+
+
+def _replace_triton_kernels() -> None:
+    """Without Triton for the NPU, compute the slots of a step with the dispatched operator ``compute_slot_mapping``.
+
+    Needed by 0.26 to 0.30; recognised by the kernel being a plain function of ``block_table``; from 0.32 on
+    ``Platform.register_triton_kernel_overrides`` does it.
+    """
+    from vllm.triton_utils import HAS_TRITON
+    from vllm.v1.worker import block_table
+
+    if not HAS_TRITON and hasattr(block_table, "_compute_slot_mapping_kernel"):
+        fallbacks: ModuleType = __import__("vllm.utils.cpu_triton_utils", fromlist=["_"])
+        block_table._compute_slot_mapping_kernel = fallbacks.compute_slot_mapping_kernel
+
+
+def _skip_kernel_warmup() -> None:
+    """Have vLLM's worker warm up no kernels: it knows CUDA's, and imports models to look for them.
+
+    Needed by 0.26 to 0.33; recognised by the function in the worker's module; can go when it asks the platform.
+    """
+    from vllm.v1.worker import gpu_worker
+
+    if hasattr(gpu_worker, "kernel_warmup"):
+        gpu_worker.kernel_warmup = _nothing
+
+
+def _nothing(worker: Any) -> None:
+    """There is nothing to warm up."""

@@ -1,0 +1,131 @@
+"""The Ascend platform on a simulated torch_npu: chosen by its probe, tokens as on the reference platform.
+
+One process on each platform serves the three models. Both compute in float16, which the NPU's attention asks for;
+prompts are such that the likeliest token leads by more than its rounding.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e_support import NEW_TOKENS, Fresh, greedy, make_engine
+
+ROOT = Path(__file__).parents[2]
+SIMULATION = ROOT / "packages/vllm-fl-ascend/tests/simulated_torch_npu"
+sys.path.insert(0, str(ROOT / "tests/models"))
+
+#: Model -> head size; of three kinds, all of which the NPU's attention takes.
+MODELS = {"llama": 16, "qwen3": 128, "qwen3_moe": 32}
+#: Around a block of the NPU's cache, and over several chunks of a prefill.
+LENGTHS = (1, 9, 127, 128, 150)
+CHUNK = 64
+LEAST_MARGIN = 0.02
+COMMON = {"attention_backend", "reshape_and_cache", "rms_norm", "rotary_embedding"}
+OPERATORS = {
+    "llama": {*COMMON, "silu_and_mul"},
+    "qwen3": {*COMMON, "silu_and_mul"},
+    "qwen3_moe": {*COMMON, "fused_experts", "topk_softmax"},
+}
+
+
+def serve(folder: str, prompts: dict[str, list[list[int]]], device_folder: str | None = None) -> dict[str, Any]:
+    """Tokens, and who served the operators, by model; the platform, and why it was chosen."""
+    if device_folder is not None:
+        import torch_npu
+
+        from vllm_fl_ascend import plugin
+
+        torch_npu.take_npu_for_cpu()
+        plugin.DEVICE_FOLDER = Path(device_folder)
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
+
+    from vllm_fl.dispatch import get_default_manager
+    from vllm_fl.plugins import resolve_platform
+
+    found: dict[str, Any] = {"platform": type(current_platform).__name__, "reason": resolve_platform().reason}
+    manager = get_default_manager()
+    for name in MODELS:
+        manager.count_calls(True)
+        engine = make_engine(
+            str(Path(folder) / name),
+            dtype="float16",
+            skip_tokenizer_init=True,
+            kv_cache_memory_bytes=32 << 20,
+            max_num_batched_tokens=CHUNK,
+        )
+        tokens = greedy(engine, prompts[name], detokenize=False)
+        worker = engine.llm_engine.model_executor.driver_worker.worker
+        found[name] = {
+            "tokens": tokens,
+            "made of": [type(worker).__name__, type(worker.model_runner).__name__, str(worker.device)],
+            "block size": worker.cache_config.block_size,
+            "served by": dict(manager.call_counts().keys()),
+        }
+        del engine, worker
+        gc.collect()
+        cleanup_dist_env_and_memory()
+    return found
+
+
+def _make_models(folder: Path) -> tuple[dict[str, list[list[int]]], dict[str, list[list[int]]]]:
+    """Checkpoints; the prompts of each, and how transformers continues them in float32."""
+    import tiny_models
+    import torch
+
+    prompts: dict[str, list[list[int]]] = {}
+    expected: dict[str, list[list[int]]] = {}
+    for name, head_size in MODELS.items():
+        model = tiny_models.make(name, folder / name, head_dim=head_size)
+        random = torch.Generator().manual_seed(3)
+        prompts[name], expected[name] = [], []
+        for length in LENGTHS:
+            answer = None
+            while answer is None or answer.margin < LEAST_MARGIN:
+                prompt = torch.randint(1, tiny_models.VOCABULARY, (length,), generator=random).tolist()
+                answer = tiny_models.greedy(model, prompt, NEW_TOKENS)
+            prompts[name].append(prompt)
+            expected[name].append(answer.tokens)
+    return prompts, expected
+
+
+@pytest.fixture(scope="module")
+def served(fresh: Fresh, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `serve` found on "npu" and on "reference", and what is "expected"."""
+    folder, devices = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("dev")
+    (devices / "davinci0").touch()
+    prompts, expected = _make_models(folder)
+    common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(SIMULATION), *filter(None, [os.environ.get("PYTHONPATH")])])
+    arguments = {"folder": str(folder), "prompts": prompts}
+    with ThreadPoolExecutor(2) as pool:
+        npu = pool.submit(fresh, serve, env={**common, "PYTHONPATH": path}, **arguments, device_folder=str(devices))
+        reference = pool.submit(fresh, serve, env={**common, "VLLM_FL_PLATFORM": "reference"}, **arguments)
+        return {"npu": npu.result().value, "reference": reference.result().value, "expected": expected}
+
+
+def test_platform_is_chosen_by_its_probe(served: dict[str, Any]) -> None:
+    assert (served["npu"]["platform"], served["npu"]["reason"]) == ("AscendPlatform", "its probe succeeds")
+    assert served["reference"]["platform"] == "ReferencePlatform"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens(served: dict[str, Any], name: str) -> None:
+    assert served["npu"][name]["tokens"] == served["reference"][name]["tokens"] == served["expected"][name]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_served_by_torch_npu(served: dict[str, Any], name: str) -> None:
+    found = served["npu"][name]
+    assert found["made of"] == ["AscendWorker", "AscendModelRunner", "npu:0"]
+    assert found["block size"] == 128
+    assert found["served by"] == {
+        **dict.fromkeys(OPERATORS[name], "vendor.ascend"),
+        "compute_slot_mapping": "reference.torch",
+    }
