@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .allowlist import AllowList, KnownGap
     from .conformance import Item, Kit, Options, check_implementation, run
+    from .marks import reference_based
     from .results import CHECKS, PLATFORM_CHECKS, CheckResult, Report, Status, Subject, Violation
     from .subjects import Bundle, MissingReferenceError, find_bundles
 
 _MODULES = {
     "allowlist": ("AllowList", "KnownGap"),
     "conformance": ("Item", "Kit", "Options", "check_implementation", "run"),
+    "marks": ("reference_based",),
     "results": ("CHECKS", "PLATFORM_CHECKS", "CheckResult", "Report", "Status", "Subject", "Violation"),
     "subjects": ("Bundle", "MissingReferenceError", "find_bundles"),
 }
@@ -41,6 +43,7 @@ __all__ = [
     "Violation",
     "check_implementation",
     "find_bundles",
+    "reference_based",
     "run",
 ]
 

@@ -12,6 +12,7 @@ from vllm_fl.dispatch.types import OpImpl
 from vllm_fl.errors import ConfigError, did_you_mean
 
 from .allowlist import AllowList
+from .marks import is_reference_based
 from .results import CHECKS, PLATFORM_CHECKS, CheckResult, Report, Status, Subject, Violation
 from .subjects import Bundle, installed_versions, reference_implementations
 
@@ -176,7 +177,8 @@ def check_implementation(
         distribution: who brings it.
     """
     options = options or Options()
-    subject = Subject(impl.impl_id, impl.op_name, distribution, impl.kind.value)
+    marked = is_reference_based(impl.fn)
+    subject = Subject(impl.impl_id, impl.op_name, distribution, impl.kind.value, reference_based=marked)
     wanted = [check for check in CHECKS if options.wants(check)]
     begin = time.perf_counter()
     reason = _why_not(impl, spec, truth)

@@ -61,7 +61,8 @@ def _table(title: str, subjects: Sequence[Subject], is_operators: bool) -> Table
     for subject in subjects:
         ran = [result for result in subject.checks.values() if result.status is not Status.SKIPPED]
         numbers = [len(ran), subject.cases, subject.refused] if is_operators else [len(ran)]
-        names = [subject.operator, subject.name] if is_operators else [subject.name]
+        label = f"{subject.name} (reference-based)" if subject.reference_based else subject.name
+        names = [subject.operator, label] if is_operators else [label]
         table.add_row(*names, *map(str, numbers), Text(*_outcome(subject)))
     return table
 

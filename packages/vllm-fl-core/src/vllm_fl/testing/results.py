@@ -110,6 +110,7 @@ class Subject:
         cases: calls that the implementation was offered.
         refused: calls that it refused properly.
         seconds: how long its checks took.
+        reference_based: whether it is marked as one that calls the reference.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Subject:
     cases: int = 0
     refused: int = 0
     seconds: float = 0.0
+    reference_based: bool = False
 
     @property
     def title(self) -> str:
