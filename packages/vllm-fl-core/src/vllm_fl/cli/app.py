@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -45,6 +46,9 @@ def _options(
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs the application; returns the exit code instead of ending the process."""
+    # Where a command loads vLLM, what that logs must not get into what the command prints.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
         build_app()(args=None if arguments is None else list(arguments), prog_name="vllm-fl")
     except SystemExit as end:
