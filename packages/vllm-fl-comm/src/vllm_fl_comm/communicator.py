@@ -1,7 +1,6 @@
 """vLLM's device communicator over FlagCX, for any device.
 
-One class for the versions 0.26 to 0.33: the base class is made with those arguments that it accepts, and what it has
-beyond the methods below (``*_into_output``, ``checkpoint_*``, ``suspend``) calls these.
+One class for the versions 0.26 to 0.33: the base class is made with those arguments that it accepts.
 """
 
 from __future__ import annotations
@@ -161,6 +160,24 @@ class FlagCXMixin:
 
     def reduce_scatterv(self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
         return self.tensors.reduce_scatter(input_, dim, sizes)
+
+    # vLLM 0.32 and later: results in a given tensor. FlagCX has no buffers that would be better than any other.
+
+    def reduce_scatterv_into_output(
+        self, input_: torch.Tensor, output: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
+    ) -> torch.Tensor:
+        return output.copy_(self.reduce_scatterv(input_, dim, sizes))
+
+    def combine_into_output(
+        self, hidden_states: torch.Tensor, output: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        return output.copy_(self.combine(hidden_states, *args, **kwargs))
+
+    def get_symmetric_memory_buffer(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        return None
+
+    def allocate_combine_input(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        return None
 
     def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor | None:
         return self.tensors.gather(input_, dst, dim)
