@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from vllm_fl.errors import PlatformError, did_you_mean
 from vllm_fl.logging import get_logger
 
-from .descriptor import load_object
+from .descriptor import check_name_and_requirements, load_object
 from .loading import Loaded, load_group
 
 COMMUNICATOR_GROUP = "vllm_fl.communicators"
@@ -55,6 +55,7 @@ class CommunicatorPlugin:
             if value is not None and not _OBJECT.fullmatch(value):
                 form = "package.module:function"
                 raise ValueError(f"CommunicatorPlugin {self.name!r}: {attribute} {value!r} is not of the form {form!r}")
+        check_name_and_requirements("CommunicatorPlugin", self.name, self.requires)
 
 
 InstalledCommunicator = Loaded[CommunicatorPlugin]

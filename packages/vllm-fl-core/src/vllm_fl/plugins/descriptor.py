@@ -63,8 +63,6 @@ class BackendPlugin:
             raise ValueError(f"BackendPlugin {self.name!r}: {self.kind!r} is not one of {', '.join(kinds)}{hint}")
         object.__setattr__(self, "kind", BackendImplKind(self.kind))
         object.__setattr__(self, "requires", tuple(self.requires))
-        if not _NAME.fullmatch(self.name):
-            raise ValueError(f"BackendPlugin: {self.name!r} is not a name (letters, digits, '_', '-', '.')")
         if self.kind is BackendImplKind.VENDOR and not self.vendor:
             raise ValueError(f"BackendPlugin {self.name!r} is of kind vendor but names no vendor")
         forms = (
@@ -77,16 +75,20 @@ class BackendPlugin:
             value = getattr(self, attribute)
             if value is not None and not pattern.fullmatch(value):
                 raise ValueError(f"BackendPlugin {self.name!r}: {attribute} {value!r} is not of the form {form!r}")
-        self._check_requirements()
+        check_name_and_requirements(type(self).__name__, self.name, self.requires)
 
-    def _check_requirements(self) -> None:
-        from packaging.requirements import InvalidRequirement, Requirement
 
-        for text in self.requires:
-            try:
-                Requirement(text)
-            except InvalidRequirement as error:
-                raise ValueError(f"BackendPlugin {self.name!r}: {text!r} is not a requirement: {error}") from None
+def check_name_and_requirements(what: str, name: str, requires: tuple[str, ...]) -> None:
+    """Raise ValueError if `name` is none, or one of `requires` is no PEP 508 requirement."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{what}: {name!r} is not a name (letters, digits, '_', '-', '.')")
+    for text in requires:
+        try:
+            Requirement(text)
+        except InvalidRequirement as error:
+            raise ValueError(f"{what} {name!r}: {text!r} is not a requirement: {error}") from None
 
 
 @dataclass(frozen=True)
