@@ -367,6 +367,15 @@ def test_one_rank_that_cannot_keeps_all_from_the_custom_kernels(found: list[Any]
         assert refused["decision"] == ["plain", "rank 1: flagcxDevCommCreate returned 9"]
 
 
+def test_the_backend_of_torch_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_fl_comm.plugin import dist_backend
+
+    assert dist_backend("cuda") is None
+    monkeypatch.setattr(torch.distributed.Backend, "backend_list", ["gloo", "flagcx"])
+    assert dist_backend("cuda") == "flagcx"
+    assert dist_backend("cpu") is None
+
+
 def test_no_method_of_vllm_s_class_is_left_that_needs_vllm_s_libraries() -> None:
     """Whatever the installed version's CudaCommunicator does over NCCL and the like, ours does or has replaced."""
     from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator

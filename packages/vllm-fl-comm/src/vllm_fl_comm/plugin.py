@@ -10,8 +10,22 @@ PLUGIN = CommunicatorPlugin(
     name="flagcx",
     communicator="vllm_fl_comm.plugin:communicator",
     status="vllm_fl_comm.status:status",
+    dist_backend="vllm_fl_comm.plugin:dist_backend",
     variables=(PATH_ENV,),
 )
+
+
+def dist_backend(device_type: str) -> str | None:
+    """``"flagcx"`` if FlagCX's own plug-in for PyTorch is installed, which registers a backend of that name; or None.
+
+    PyTorch loads the plug-in while it is imported itself, by the entry point ``torch.backends``.
+    """
+    if device_type == "cpu":
+        return None
+    from torch import distributed
+
+    name = "flagcx"
+    return name if distributed.is_available() and distributed.is_backend_available(name) else None
 
 
 def communicator(device_type: str) -> str:

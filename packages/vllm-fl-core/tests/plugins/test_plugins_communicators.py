@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -170,11 +170,19 @@ def test_a_variable_whose_distribution_is_missing(site: Site, monkeypatch: pytes
         (("native", "a:b"), "CommunicatorPlugin: the name 'native' stands for the platform's own communicator"),
         (("x", "a.b"), "CommunicatorPlugin 'x': communicator 'a.b' is not of the form 'package.module:function'"),
         (("x", "a:b", "c"), "CommunicatorPlugin 'x': status 'c' is not of the form 'package.module:function'"),
+        (
+            ("x", "a:b", None, (), "d"),
+            "CommunicatorPlugin 'x': dist_backend 'd' is not of the form 'package.module:function'",
+        ),
+        (
+            ("x", "a:b", None, (), None, (("Acme", "a.B"),)),
+            "CommunicatorPlugin 'x': KV connector Acme 'a.B' is not of the form 'package.module:Class'",
+        ),
         (("x y", "a:b"), "CommunicatorPlugin: 'x y' is not a name (letters, digits, '_', '-', '.')"),
     ],
-    ids=["reserved name", "class path", "status", "no name"],
+    ids=["reserved name", "class path", "status", "backend", "connector", "no name"],
 )
-def test_a_descriptor_of_the_wrong_form(arguments: tuple[str, ...], expected: str) -> None:
+def test_a_descriptor_of_the_wrong_form(arguments: tuple[Any, ...], expected: str) -> None:
     with pytest.raises(ValueError) as caught:
         CommunicatorPlugin(*arguments)
     assert str(caught.value) == expected

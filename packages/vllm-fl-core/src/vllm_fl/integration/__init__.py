@@ -88,12 +88,13 @@ def general_plugin() -> None:
         return
     from vllm_fl.dispatch import get_default_manager
 
-    from . import layers
+    from . import communication, layers
 
     # Here and not at first use: inside vLLM's configuration a wrong name would come out as pydantic's error.
     get_default_manager().ensure_initialized()
     _warn_of_version()
     compat.install()
+    communication.prepare(type(current_platform))
     layers.register(current_platform.native_vendor)
 
 

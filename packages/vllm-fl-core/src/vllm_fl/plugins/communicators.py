@@ -35,6 +35,10 @@ class CommunicatorPlugin:
         status: ``"pkg.mod:function"``, called without arguments: a list of (subject, state, text) for ``vllm-fl info``,
             state being ok, note or problem. It imports neither torch nor vllm.
         variables: environment variables that select this communicator by being set.
+        dist_backend: ``"pkg.mod:function"``, called with the torch device type: the name of the backend of
+            torch.distributed that vLLM makes its device groups by, or None for the platform's own.
+        kv_connectors: (name, ``"pkg.mod:Class"``) of connectors for ``--kv-transfer-config``, for the KV cache that one
+            instance of vLLM hands to another. Registered wherever the distribution is installed.
         requires: PEP 508 requirements, judged from metadata before anything is imported.
 
     Raises:
@@ -45,15 +49,18 @@ class CommunicatorPlugin:
     communicator: str
     status: str | None = None
     variables: tuple[str, ...] = ()
+    dist_backend: str | None = None
+    kv_connectors: tuple[tuple[str, str], ...] = ()
     requires: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.name == NATIVE:
             raise ValueError(f"CommunicatorPlugin: the name {NATIVE!r} stands for the platform's own communicator")
-        for attribute in ("communicator", "status"):
-            value = getattr(self, attribute)
+        functions = {name: getattr(self, name) for name in ("communicator", "status", "dist_backend")}
+        classes = {f"KV connector {name}": path for name, path in self.kv_connectors}
+        for attribute, value in {**functions, **classes}.items():
             if value is not None and not _OBJECT.fullmatch(value):
-                form = "package.module:function"
+                form = "package.module:function" if attribute in functions else "package.module:Class"
                 raise ValueError(f"CommunicatorPlugin {self.name!r}: {attribute} {value!r} is not of the form {form!r}")
         check_name_and_requirements("CommunicatorPlugin", self.name, self.requires)
 
