@@ -62,6 +62,7 @@ def step(
     """Run new tokens [new, CHANNELS + 2 * Hv] of each request, with a token of padding; outputs by request."""
     computed = torch.tensor([before for _, before, _ in requests])
     batch = gdn.make_batch(metadata(requests), computed)
+    gdn.clear_fresh([layer], batch, computed, None)
     every_layer = {layer.prefix: SimpleNamespace(vllm_fl_batch=batch)}
     patch.setattr(gdn, "get_forward_context", lambda: SimpleNamespace(attn_metadata=every_layer))
     packed = torch.cat([*rows, torch.full_like(rows[0][:1], float("nan"))])
@@ -140,16 +141,66 @@ def test_a_run_without_requests_does_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert (output == 0).all()
 
 
-def test_decodes_are_asked_for_their_state_only_while_prompts_are_read() -> None:
-    requests = [(5, 5, 1), (7, 0, 1), (2, 0, 3)]
-    computed = torch.tensor([before for _, before, _ in requests])
-    batch = gdn.make_batch(metadata(requests), computed, torch.tensor([False, True, True]))
-    assert batch.fresh_slots.tolist() == [7]
-    assert batch.prefill_start.tolist() == [0, 3]
-    assert batch.prefill_has_state.tolist() == [False]
-    late = gdn.make_batch(metadata(requests[:1]), computed[:1], torch.tensor([False]))
-    assert late.fresh_slots is None
-    assert late.prefill_slots is None
+@pytest.mark.parametrize(
+    ("computed", "maybe_fresh", "wanted"),
+    [
+        ([3, 0, 5, 0], None, [0, 7, 0, 4]),
+        ([3, 0, 5, 0], [True, True, True, True], [0, 7, 0, 4]),
+        ([3, 0, 5, 9], [False, True, False, False], [7]),
+        ([3, 0, 5, 0], [False, True, False, True], [7, 0, 4]),
+        ([3, 1, 5, 2], [False, True, False, False], [0]),
+        ([3, 4, 5, 9], [False, False, False, False], None),
+    ],
+)
+def test_slots_of_decodes_without_a_state(
+    computed: list[int], maybe_fresh: list[bool] | None, wanted: list[int] | None
+) -> None:
+    """One slot for each decode between the first and the last that the host cannot rule out; 0 if it has a state."""
+    slots = torch.tensor([5, 7, 2, 4], dtype=torch.int32)
+    hint = None if maybe_fresh is None else torch.tensor(maybe_fresh)
+    found = gdn.fresh_slots(slots, torch.tensor(computed), hint)
+    assert (None if found is None else found.tolist()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("prefilling", "bound", "wanted"),
+    [
+        (None, [1, 1, 9], None),
+        ([True, False, True], None, [True, False]),
+        ([True, True, True], [1, 8, 1], [True, False]),
+    ],
+)
+def test_what_the_host_knows_about_states(
+    prefilling: list[bool] | None, bound: list[int] | None, wanted: list[bool] | None
+) -> None:
+    common = SimpleNamespace(is_prefilling=None if prefilling is None else torch.tensor(prefilling))
+    if bound is not None:
+        common.seq_lens_cpu_upper_bound = torch.tensor(bound)
+    found = gdn._maybe_fresh(common, 2)
+    assert (None if found is None else found.tolist()) == wanted
+
+
+def test_all_layers_are_cleared_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the builder, which runs before a captured step is replayed."""
+    layers = {name: Layer() for name in ("a", "b", "other")}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    base = gdn.GDNAttentionMetadataBuilder
+    requests = [(5, 5, 1), (7, 0, 1), (2, 4, 3)]
+    built = metadata(requests)
+    built.spec_sequence_masks = None
+    monkeypatch.setattr(base, "__init__", lambda self, *args: None)
+    monkeypatch.setattr(base, "build", lambda self, *args: built)
+    builder = gdn.FLGDNAttentionMetadataBuilder(None, ["a", "b"], config, torch.device("cpu"))
+    common = SimpleNamespace(
+        seq_lens=torch.tensor([6, 1, 7]),
+        query_start_loc=built.non_spec_query_start_loc,
+        is_prefilling=torch.tensor([False, True, True]),
+    )
+    assert builder.build(0, common).vllm_fl_batch.decodes == 2
+    for name, layer in layers.items():
+        for state in layer.kv_cache:
+            assert (state[7] == 0).all() == (name != "other")
+            assert (state[[0, 5, 2]] == 7.0).all()
 
 
 def test_speculative_decoding_is_refused() -> None:

@@ -32,8 +32,7 @@ class GDNBatch:
     Args:
         decodes: number of decodes, one token each.
         tokens: number of tokens, decodes included.
-        decode_slots: [decodes], state slot of each decode.
-        fresh_slots: slots of the decodes that have no state yet (first tokens of prompts of one token); or None.
+        decode_slots: [decodes], state slot of each decode; each has a state.
         prefill_start: [prefills + 1], token ranges of the prefills, counted from the first prefill token.
         prefill_slots: [prefills], state slot of each prefill.
         prefill_has_state: [prefills], bool.
@@ -42,25 +41,20 @@ class GDNBatch:
     decodes: int
     tokens: int
     decode_slots: torch.Tensor
-    fresh_slots: torch.Tensor | None
     prefill_start: torch.Tensor | None
     prefill_slots: torch.Tensor | None
     prefill_has_state: torch.Tensor | None
 
 
-def make_batch(metadata: Any, computed: torch.Tensor, prefilling: torch.Tensor | None = None) -> GDNBatch:
+def make_batch(metadata: Any, computed: torch.Tensor) -> GDNBatch:
     """Split the requests of vLLM's metadata.
 
     Args:
         metadata: GDNAttentionMetadata without speculative decodes.
         computed: [requests], tokens of each that were computed in earlier steps.
-        prefilling: [requests], bool, on the host: requests with prompt tokens left; saves a look at the device.
     """
     decodes = metadata.num_decodes
     slots = metadata.non_spec_state_indices_tensor
-    fresh_slots = None
-    if prefilling is None or bool(prefilling[:decodes].any()):
-        fresh_slots = slots[:decodes][computed[:decodes] == 0].long()
     start = prefill_slots = has_state = None
     if metadata.num_prefills:
         start = metadata.non_spec_query_start_loc[decodes:] - metadata.num_decode_tokens
@@ -70,26 +64,81 @@ def make_batch(metadata: Any, computed: torch.Tensor, prefilling: torch.Tensor |
         decodes=decodes,
         tokens=metadata.num_actual_tokens,
         decode_slots=slots[:decodes],
-        fresh_slots=fresh_slots,
         prefill_start=start,
         prefill_slots=prefill_slots,
         prefill_has_state=has_state,
     )
 
 
+def fresh_slots(slots: torch.Tensor, computed: torch.Tensor, maybe_fresh: torch.Tensor | None) -> torch.Tensor | None:
+    """Slots of the decodes that have no state yet: the first tokens of prompts of one token.
+
+    Nothing waits for the device. What the host cannot rule out gives slot 0, vLLM's padding, whose state nobody reads.
+
+    Args:
+        slots: [decodes].
+        computed: [decodes], tokens of each that were computed in earlier steps.
+        maybe_fresh: [decodes], bool, on the host: False rules a decode out. None rules out nobody.
+
+    Returns:
+        Slots to clear, int64; None if the host rules out all decodes.
+    """
+    low, high = 0, len(slots)
+    if maybe_fresh is not None:
+        found = maybe_fresh.nonzero()
+        if not len(found):
+            return None
+        low, high = int(found[0]), int(found[-1]) + 1
+    return torch.where(computed[low:high] == 0, slots[low:high], 0).long()
+
+
 class FLGDNAttentionMetadataBuilder(GDNAttentionMetadataBuilder):
     """vLLM's metadata, with the batch as our operators want it in ``vllm_fl_batch``.
 
     vLLM counts a request of one token as a decode even if it is the whole prompt, and does not say which have no state.
+    Their slots are cleared here, in all layers: this runs before every step, outside the graph of a captured one.
     """
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        context = vllm_config.compilation_config.static_forward_context
+        self._fl_layers = [context[name] for name in layer_names]
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
         _refuse_speculation(metadata.spec_sequence_masks is not None)
         common = common_attn_metadata
         computed = common.seq_lens - (common.query_start_loc[1:] - common.query_start_loc[:-1])
-        metadata.vllm_fl_batch = make_batch(metadata, computed, getattr(common, "is_prefilling", None))
+        metadata.vllm_fl_batch = batch = make_batch(metadata, computed)
+        if batch.decodes:
+            clear_fresh(self._fl_layers, batch, computed, _maybe_fresh(common, batch.decodes))
         return metadata
+
+
+def _maybe_fresh(common: Any, decodes: int) -> torch.Tensor | None:
+    """Which decodes may have no state, as far as the host knows; None if it knows nothing."""
+    prefilling = getattr(common, "is_prefilling", None)
+    if prefilling is None:
+        return None
+    found: torch.Tensor = prefilling[:decodes]
+    bound = getattr(common, "seq_lens_cpu_upper_bound", None)  # exact without speculation
+    return found if bound is None else found & (bound[:decodes] <= 1)
+
+
+def clear_fresh(layers: list[Any], batch: GDNBatch, computed: torch.Tensor, maybe_fresh: torch.Tensor | None) -> None:
+    """Clear both states of the decodes that have none yet, in all layers.
+
+    Args:
+        layers: vLLM's layers, each with its states in ``kv_cache``.
+        batch: the step's requests.
+        computed: [requests], tokens of each that were computed in earlier steps.
+        maybe_fresh: as in :func:`fresh_slots`.
+    """
+    slots = fresh_slots(batch.decode_slots, computed[: batch.decodes], maybe_fresh)
+    if slots is not None:
+        for layer in layers:
+            for state in layer.kv_cache[:2]:
+                state.index_fill_(0, slots, 0)
 
 
 def _refuse_speculation(speculates: bool) -> None:
@@ -136,9 +185,6 @@ class FLQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         conv_state, state = self.kv_cache[0], self.kv_cache[1]
         if not is_conv_state_dim_first():
             conv_state = conv_state.transpose(-1, -2)
-        if batch.fresh_slots is not None:
-            conv_state.index_fill_(0, batch.fresh_slots, 0)
-            state.index_fill_(0, batch.fresh_slots, 0)
         decay, beta = _fused_gdn_gating.fn(self.A_log, a[: batch.tokens], b[: batch.tokens], self.dt_bias)
         weight = self.conv1d.weight.flatten(1)
         split = batch.decodes
