@@ -5,10 +5,10 @@
 
 MODEL is a folder with a config.json; the weights are random. All sides run the same vLLM: `native` with its plug-ins
 switched off, `vendor` with the platform's own selection, `triton` with the file policies/nvidia-triton-MODE.yaml.
-The sides take turns, in alternating order, so that drift hits all alike. With --resident all engines of a mode stay
-loaded and share the memory; otherwise each turn of a side loads its engine again (from its compile cache after the
-first time), for models of which only one fits. The figure of a round is output tokens a second, prefill included,
-prefix caching off; of a side the median of its rounds, and its ratio to the native median.
+The sides take turns, in alternating order, so that drift hits all alike. With --resident all engines of a mode start
+together and stay loaded, each with --kv-cache-gib for its cache; otherwise each turn of a side loads its engine again
+(from its compile cache after the first time), for models of which only one fits. The figure of a round is output tokens
+a second, prefill included, prefix caching off; of a side the median of its rounds, and its ratio to the native median.
 
 --coverage adds one profiled pass of each side and workload: the share of GPU time by provider and by operator.
 """
@@ -22,6 +22,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,14 +67,20 @@ def worker(configuration: dict[str, Any]) -> None:
     workloads = {name: Workload(**fields) for name, fields in configuration["workloads"].items()}
     options = dict(configuration["options"])
     if configuration["trace"]:
-        options["profiler_config"] = {"profiler": "torch", "torch_profiler_dir": configuration["trace"]}
+        options["profiler_config"] = {
+            "profiler": "torch",
+            "torch_profiler_dir": configuration["trace"],
+            "torch_profiler_with_stack": False,
+            "torch_profiler_use_gzip": False,
+            "torch_profiler_dump_cuda_time_total": False,
+        }
     llm = vllm.LLM(
         model=configuration["model"],
         load_format="dummy",
         skip_tokenizer_init=True,
         max_model_len=max(w.input + w.output for w in workloads.values()) + 8,
         max_num_seqs=max(256, *(w.prompts for w in workloads.values())),
-        gpu_memory_utilization=configuration["memory"],
+        **configuration["memory"],
         enforce_eager=configuration["eager"],
         enable_prefix_caching=False,
         seed=0,
@@ -122,12 +129,12 @@ def _round(llm: Any, workload: Workload, output: int | None = None) -> dict[str,
 
 
 def _profiled(llm: Any, workload: Workload, folder: Path) -> dict[str, Any]:
-    """Share of GPU time by provider, of a pass of at most 16 output tokens a request."""
+    """Share of GPU time by provider, of a pass of at most 8 output tokens a request."""
     from vllm_fl.profile.coverage import coverage
 
     before = set(folder.rglob("*.json*"))
     llm.start_profile()
-    _round(llm, workload, min(16, workload.output))
+    _round(llm, workload, min(8, workload.output))
     llm.stop_profile()
     deadline = time.monotonic() + 120
     while not (traces := sorted(set(folder.rglob("*.json*")) - before)) and time.monotonic() < deadline:
@@ -137,8 +144,7 @@ def _profiled(llm: Any, workload: Workload, folder: Path) -> dict[str, Any]:
     size = -1
     while size != (size := traces[0].stat().st_size):
         time.sleep(1.0)
-    report = coverage(traces[0])
-    return report.model_dump() if hasattr(report, "model_dump") else asdict(report)
+    return coverage(traces[0]).as_dict(most_kernels=25)
 
 
 # The parent
@@ -151,57 +157,82 @@ def environment(side: str, mode: str) -> dict[str, str]:
     return {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", **own.get(side, {})}
 
 
-def measure(arguments: argparse.Namespace, mode: str, logs: Path) -> list[dict[str, Any]]:
-    """All rounds of one mode; one record for each side and workload."""
-    sides = [Side(name, eager=mode == "eager", environment=environment(name, mode)) for name in arguments.sides]
-    share = 0.9 / len(sides) if arguments.resident else 0.88
-    rounds: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    shares: dict[tuple[str, str], Any] = {}
-    reports: dict[str, dict[str, Any]] = {}
-    engines: dict[str, Engine] = {}
+class Session:
+    """The sides of one mode, their engines, and what they answered."""
 
-    def engine_of(side: Side) -> Engine:
-        if side.name not in engines:
-            trace = logs / f"trace-{mode}-{side.name}"
-            configuration = {
-                "model": str(arguments.model),
-                "workloads": {name: asdict(WORKLOADS[name]) for name in arguments.workloads},
-                "options": arguments.options,
-                "memory": share,
-                "trace": str(trace) if arguments.coverage else "",
-            }
-            engine = Engine(side, Path(__file__), configuration, logs / f"{mode}-{side.name}.log")
-            engines[side.name] = engine
-            start = time.monotonic()
-            engine.load()
-            reports.setdefault(side.name, side.report)
-            say(f"{mode} {side.name}: loaded in {time.monotonic() - start:.0f} s")
-        return engines[side.name]
+    def __init__(self, arguments: argparse.Namespace, mode: str) -> None:
+        self.arguments, self.mode = arguments, mode
+        self.sides = [
+            Side(name, eager=mode == "eager", environment=environment(name, mode)) for name in arguments.sides
+        ]
+        self.engines: dict[str, Engine] = {}
+        self.reports: dict[str, dict[str, Any]] = {}
+        self.answers: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        self.shares: dict[tuple[str, str], Any] = {}
 
-    alive = list(sides)
-    try:
-        for number in range(arguments.repeats):
-            for side in list(alive if number % 2 == 0 else reversed(alive)):
-                try:
-                    engine = engine_of(side)
-                    for name in arguments.workloads:
-                        answer = engine.measure({"workload": name})
-                        rounds.setdefault((side.name, name), []).append(answer)
-                        say(f"{mode} {side.name} {name}: {answer['output_tokens'] / answer['seconds']:.1f} tok/s")
-                        if arguments.coverage and number == arguments.repeats - 1:
-                            shares[side.name, name] = engine.measure({"workload": name, "profile": True})
-                except WorkerError as error:  # the other sides are still worth their figures
-                    say(f"{mode} {side.name} failed: {error}")
-                    alive.remove(side)
-                if not arguments.resident and side.name in engines:
-                    engines.pop(side.name).close()
-    finally:
-        for engine in engines.values():
-            engine.close()
-    return [
-        _record(mode, side, name, reports.get(side, {}), answers, shares.get((side, name)))
-        for (side, name), answers in sorted(rounds.items())
-    ]
+    def run(self) -> list[dict[str, Any]]:
+        """All rounds; one record for each side and workload. A side that fails leaves the others their figures."""
+        try:
+            if self.arguments.resident:
+                for side in self.sides:
+                    self.start(side)
+                for side in list(self.sides):  # all must be there before one is measured
+                    self.attempt(side, lambda side: None)
+            for number in range(self.arguments.repeats):
+                last = number == self.arguments.repeats - 1
+                for side in list(self.sides if number % 2 == 0 else reversed(self.sides)):
+                    self.attempt(side, lambda side, last=last: self.turn(side, last))
+        finally:
+            for engine in self.engines.values():
+                engine.close()
+        return [
+            _record(self.mode, side, name, self.reports[side], answers, self.shares.get((side, name)))
+            for (side, name), answers in sorted(self.answers.items())
+        ]
+
+    def attempt(self, side: Side, action: Callable[[Side], None]) -> None:
+        try:
+            self.load(side)
+            action(side)
+        except WorkerError as error:
+            say(f"{self.mode} {side.name} failed: {error}")
+            self.sides.remove(side)
+            self.engines.pop(side.name).close()
+
+    def start(self, side: Side) -> None:
+        memory: dict[str, Any] = {"gpu_memory_utilization": 0.88}
+        if self.arguments.resident:  # engines that start together cannot measure what is free
+            memory = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": int(self.arguments.kv_cache_gib * 2**30)}
+        logs = self.arguments.logs
+        configuration = {
+            "model": str(self.arguments.model),
+            "workloads": {name: asdict(WORKLOADS[name]) for name in self.arguments.workloads},
+            "options": self.arguments.options,
+            "memory": memory,
+            "trace": str(logs / f"trace-{self.mode}-{side.name}") if self.arguments.coverage else "",
+        }
+        log = logs / f"{self.mode}-{side.name}.log"
+        self.engines[side.name] = Engine(side, Path(__file__), configuration, log)
+
+    def load(self, side: Side) -> None:
+        if side.name not in self.engines:
+            self.start(side)
+            side.report = {}
+        if not side.report:
+            self.engines[side.name].load()
+            self.reports.setdefault(side.name, side.report)
+            say(f"{self.mode} {side.name}: loaded in {side.report['load_s']} s")
+
+    def turn(self, side: Side, last: bool) -> None:
+        engine = self.engines[side.name]
+        for name in self.arguments.workloads:
+            answer = engine.measure({"workload": name})
+            self.answers.setdefault((side.name, name), []).append(answer)
+            say(f"{self.mode} {side.name} {name}: {answer['output_tokens'] / answer['seconds']:.1f} tok/s")
+            if self.arguments.coverage and last:
+                self.shares[side.name, name] = engine.measure({"workload": name, "profile": True})
+        if not self.arguments.resident:
+            self.engines.pop(side.name).close()
 
 
 def _record(
@@ -235,6 +266,8 @@ def show(records: list[dict[str, Any]]) -> None:
         ratio = "" if r["ratio"] is None else f"{r['ratio']:.3f}"
         spread = f"({min(r['rounds']):.1f}-{max(r['rounds']):.1f})"
         say(f"{r['mode']:9} {r['workload']:10} {r['side']:8} {r['median']:10.1f} tok/s {spread:20} {ratio}")
+        for share in (r["coverage"] or {}).get("providers", ()):
+            say(f"{'':12}{share['provider']:20} {share['share']:7.1%}")
 
 
 def say(text: str) -> None:
@@ -249,6 +282,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--sides", default=",".join(SIDES), help=f"comma-separated, of {', '.join(SIDES)}")
     top.add_argument("--repeats", type=int, default=3, help="measured rounds of each side, at least 3 (default: 3)")
     top.add_argument("--resident", action="store_true", help="keep all engines of a mode loaded")
+    top.add_argument("--kv-cache-gib", type=float, default=26, help="of each resident engine (default: 26)")
     top.add_argument("--coverage", action="store_true", help="profile one pass of each side and workload")
     top.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
     top.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there instead of standard output")
@@ -279,7 +313,7 @@ def main() -> int:
         return 0
     check(arguments)
     arguments.logs.mkdir(parents=True, exist_ok=True)
-    records = [record for mode in arguments.modes for record in measure(arguments, mode, arguments.logs)]
+    records = [record for mode in arguments.modes for record in Session(arguments, mode).run()]
     add_ratios(records)
     show(records)
     document = {

@@ -13,7 +13,7 @@ import vllm_fl.integration as integration
 from vllm_fl.config import reset_settings
 from vllm_fl.errors import ConfigError, PlatformError
 from vllm_fl.logging import get_logger
-from vllm_fl.plugins import reset_platform
+from vllm_fl.plugins import installed_backends, reset_platform
 
 
 @pytest.fixture
@@ -80,6 +80,8 @@ def test_switched_off_by_a_file(probe: Any, tmp_path: Any) -> None:
     assert probe(VLLM_FL_CONFIG=str(tmp_path / "off.yaml")) is None
 
 
+#: Of whatever distributions this environment has.
+PLATFORMS = ", ".join(sorted(b.plugin.name for b in installed_backends() if b.plugin and b.plugin.platform))
 MISTAKES = {
     "prefer": (
         {"VLLM_FL_PREFER": "flaggems"},
@@ -91,7 +93,7 @@ MISTAKES = {
         {"VLLM_FL_PLATFORM": "referense"},
         PlatformError,
         "environment variable VLLM_FL_PLATFORM: platform 'referense' is not installed (installed platforms:"
-        " reference; to install it: pip install vllm-fl-referense); did you mean 'reference'?",
+        f" {PLATFORMS}; to install it: pip install vllm-fl-referense); did you mean 'reference'?",
     ),
 }
 

@@ -64,7 +64,7 @@ def _report(error: Exception) -> None:
 
 
 def general_plugin() -> None:
-    """Prepare this process: declare our variables, check the version of vLLM, install shims and layers.
+    """Prepare this process: declare our variables, check the version of vLLM, install shims.
 
     Called by vLLM in every process, perhaps more than once. Does nothing where vLLM runs on a platform of its own.
 

@@ -28,7 +28,7 @@ class FLPlatform(Platform):
     # vLLM hands variables that begin with VLLM_ to the workers of a Ray cluster, and of others those named here.
     additional_env_vars: ClassVar[list[str]] = [name for name in ENVIRONMENT if not name.startswith("VLLM_")]
 
-    #: Path of the worker class; empty leaves the choice to the class of vLLM.
+    #: Path of the worker class, one with FLWorkerMixin; empty leaves the choice to the class of vLLM.
     worker_cls: ClassVar[str] = ""
     #: Whether vLLM's compiled kernels (``vllm._C``) are loaded.
     uses_compiled_kernels: ClassVar[bool] = False

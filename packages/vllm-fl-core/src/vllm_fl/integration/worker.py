@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from vllm.platforms import current_platform
+
 from vllm_fl.dispatch import get_default_manager
 
 from .platform import stamp_selection
@@ -18,17 +20,19 @@ _with_graphs: weakref.WeakSet[FLWorkerMixin] = weakref.WeakSet()
 class FLWorkerMixin:
     """Ties the selection of operators to the life of the worker.
 
-    The selection of this very process enters the compile-cache key before the model is built, and is frozen while
-    there are graphs that contain it. The ``fl_*`` methods answer ``collective_rpc`` by name.
+    The layers are replaced and the selection of this very process enters the compile-cache key before the model is
+    built; it is frozen while there are graphs that contain it. The ``fl_*`` methods answer ``collective_rpc`` by name.
     """
 
     vllm_config: Any
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        get_default_manager().prepare_compile()
-        from vllm.platforms import current_platform
+        from . import layers
 
-        stamp_selection(self.vllm_config, getattr(current_platform, "native_vendor", None))
+        native_vendor = getattr(current_platform, "native_vendor", None)
+        layers.register(native_vendor)
+        get_default_manager().prepare_compile()
+        stamp_selection(self.vllm_config, native_vendor)
         return super().load_model(*args, **kwargs)  # type: ignore[misc]
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:

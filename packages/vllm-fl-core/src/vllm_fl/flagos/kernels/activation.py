@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import GRID_ROWS, need_unit_stride
+from .launch import fast
 
 _BLOCK = 1024
 _WARPS = 4
@@ -32,6 +33,7 @@ def activate(x, KIND: tl.constexpr):
     return y
 
 
+@fast
 @triton.jit(do_not_specialize=["rows"])
 def _activate_and_mul(
     x, out, rows, d, stride, KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS_PER_LAYER: tl.constexpr

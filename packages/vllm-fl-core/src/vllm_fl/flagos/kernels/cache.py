@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import power_of_2, warps_for
+from .launch import fast
 
 _TILE = 2048  # entries of a key or value that a program copies at a time
 _BLOCK = 1024  # tokens that a program places at a time
@@ -28,6 +29,7 @@ def _copy(
     tl.store(write, tl.load(read, mask=mask).to(cache.dtype.element_ty), mask=mask)
 
 
+@fast
 @triton.jit
 def _reshape_and_cache(
     key, value, key_cache, value_cache, slots, slot_stride, heads, key_size, value_size, block_size,
@@ -66,6 +68,7 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
     )  # fmt: skip
 
 
+@fast
 @triton.jit(do_not_specialize=["requests", "size"])
 def _compute_slot_mapping(
     query_start_loc, positions, block_table, slots, requests, size, table_stride, block_size, BLOCK: tl.constexpr

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .activation import activate
 from .common import need_unit_stride, power_of_2
+from .launch import fast
 from .sequences import SEQUENCES, bounds, locate, need_unit_starts
 
 _TOKENS, _CHANNELS, _STEP_CHANNELS = 16, 256, 512
@@ -30,6 +31,7 @@ def _finish(y, bias, channel, inside, HAS_BIAS: tl.constexpr, SILU: tl.constexpr
     return y
 
 
+@fast
 @triton.jit(do_not_specialize=["tokens", "sequences", "slot_stride", "flag_stride"])
 def _convolve(
     x, weight, bias, states, starts, slots, flags, out, tokens, sequences, channels,
@@ -78,6 +80,7 @@ def _convolve(
         tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
 
 
+@fast
 @triton.jit(do_not_specialize=["slot_stride"])
 def _step(
     x, weight, bias, states, slots, out, channels, x_token, w_channel, w_tap, s_slot, s_channel, s_tap, slot_stride,

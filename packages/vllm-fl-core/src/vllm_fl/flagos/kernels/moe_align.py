@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import fast
+
 _SMALL = 1024  # routes that one program places by itself
 _CHUNK = 512  # routes a program takes at a time on the parallel path
 _MAX_PROGRAMS = 96
@@ -53,6 +55,7 @@ def _fill(results, value, begin, end, step, CHUNK: tl.constexpr):
         tl.store(results + i + lane, tl.zeros((CHUNK,), tl.int32) + value, mask=i + lane < end)
 
 
+@fast
 @triton.jit(do_not_specialize=["numel", "num_blocks"])
 def _align_small(
     topk_ids, expert_map, sorted_ids, expert_ids, num_post_pad, cursors, numel, num_blocks, num_experts,
@@ -82,6 +85,7 @@ def _align_small(
     tl.store(sorted_ids + slot, lane, mask=found)
 
 
+@fast
 @triton.jit(do_not_specialize=["numel", "num_slots", "num_blocks", "per_program"])
 def _count(
     topk_ids, expert_map, sorted_ids, expert_ids, counts, numel, num_slots, num_blocks, num_experts, per_program,
@@ -100,6 +104,7 @@ def _count(
     _fill(expert_ids, -1, pid * CHUNK, num_blocks, programs * CHUNK, CHUNK)
 
 
+@fast
 @triton.jit(do_not_specialize=["numel", "per_program"])
 def _place(
     topk_ids, expert_map, sorted_ids, expert_ids, num_post_pad, counts, cursors, numel, num_experts, per_program,

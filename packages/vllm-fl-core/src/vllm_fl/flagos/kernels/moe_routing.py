@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import need_unit_stride, power_of_2
+from .launch import fast
 
 MAX_EXPERTS, MAX_CHOICES = 1024, 32
 _ENTRIES = 256  # scores that a warp holds, if a row has not more
@@ -46,6 +47,7 @@ def _finish(weights, K: tl.constexpr, K_PAD: tl.constexpr, RENORMALIZE: tl.const
     return weights
 
 
+@fast
 @triton.jit(do_not_specialize=["tokens"])
 def _topk(
     weights, indices, order, logits, bias, tokens, experts, factor, stride_w, stride_i, stride_o, stride_l,
@@ -139,6 +141,7 @@ def _check_sizes(experts: int, topk: int) -> None:
         raise NotImplementedError(f"topk: {topk} of {experts} experts, at most {min(experts, MAX_CHOICES)}")
 
 
+@fast
 @triton.jit
 def _grouped_topk(
     weights, indices, scores, bias, factor, stride, GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr,

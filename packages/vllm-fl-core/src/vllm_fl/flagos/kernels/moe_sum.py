@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import GRID_ROWS
+from .launch import fast
 
 _BLOCK, _WARPS = 1024, 4
 
@@ -24,6 +25,7 @@ def _is_routed(ids, route, expert_map, num_experts, HAS_MAP: tl.constexpr):
     return routed
 
 
+@fast
 @triton.jit(do_not_specialize=["tokens"])
 def _sum(
     x, out, ids, expert_map, tokens, size, num_experts, x_token, x_choice, x_entry, out_token, out_entry,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .activation import activate
 from .common import need_unit_stride, power_of_2, rows_of, warps_for
+from .launch import fast
 
 _TILE = 1024  # entries that a program takes at least, in several rows if they are short
 _MOST = 16384  # entries of a row that fit into the registers of a program
@@ -34,6 +35,7 @@ def _scale(weight, column, mask, HAS_WEIGHT: tl.constexpr, OFFSET: tl.constexpr)
     return scale
 
 
+@fast
 @triton.jit(do_not_specialize=["rows", "x_inner", "r_inner"])
 def _rms_norm(
     x, residual, weight, out, total, rows, width, epsilon,
@@ -64,6 +66,7 @@ def _sum_of(x, residual, at, r_at, mask, HAS_RESIDUAL: tl.constexpr):
     return s
 
 
+@fast
 @triton.jit(do_not_specialize=["rows", "x_inner", "r_inner"])
 def _rms_norm_long(
     x, residual, weight, out, total, rows, width, epsilon,
@@ -94,6 +97,7 @@ def _rms_norm_long(
         tl.store(out + result_at + column, y.to(out.dtype.element_ty), mask=mask)
 
 
+@fast
 @triton.jit(do_not_specialize=["rows", "x_inner", "g_inner"])
 def _rms_norm_gated(
     x, gate, weight, out, rows, width, groups, epsilon,

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import need_unit_stride, power_of_2, rows_of, warps_for
+from .launch import fast
 
 _TILE = 1024  # entries that a program quantises at least
 _FLOAT8_ARCH = 89
@@ -38,6 +39,7 @@ def _float8_bits(x):
     return (result | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
+@fast
 @triton.jit(do_not_specialize=["rows", "x_inner", "scale_row_stride", "scale_group_stride"])
 def _quantize_groups(
     x, quantized, scales, rows, groups, size, eps, scale_row_stride, scale_group_stride,
@@ -97,6 +99,7 @@ def _load_scales(scales, index, count, stride, KIND: tl.constexpr):
     return value
 
 
+@fast
 @triton.jit(do_not_specialize=["m", "scale_a_stride", "scale_a_group_stride"])
 def _scaled_mm(
     a, b, scale_a, scale_b, bias, out, m, n, k,

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import need_unit_stride, power_of_2, warps_for
+from .launch import fast
 
 _TILE = 1024  # pairs of entries, rotated or passed through, of a program
 
@@ -48,6 +49,7 @@ def _rotate(
         tl.store(write + rest[None, :], tl.load(read + rest[None, :], mask=keep), mask=keep)
 
 
+@fast
 @triton.jit
 def _rotary_embedding(
     query, key, query_out, key_out, cos, sin, positions,

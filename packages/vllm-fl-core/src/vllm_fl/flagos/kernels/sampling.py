@@ -13,11 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import GRID_ROWS, need_unit_stride, power_of_2, warps_for
+from .launch import fast
 
 _BLOCK = 1024
 _SEARCH_BLOCK, _PIVOTS = 2048, 8  # weighed against each other in registers
 
 
+@fast
 @triton.jit(do_not_specialize=["rows"])
 def _apply_repetition_penalties(
     logits, prompt, output, penalties, rows, size, stride, prompt_stride, output_stride,
@@ -144,6 +146,7 @@ def _search(
     return low.to(tl.int32), below
 
 
+@fast
 @triton.jit
 def _apply_top_k_top_p(
     logits, top_k, top_p, size, stride, HAS_K: tl.constexpr, HAS_P: tl.constexpr,

@@ -1,0 +1,135 @@
+"""Launches that cost the host less: Triton's own way binds, specialises and hashes all arguments at every call.
+
+A launch is determined by little: dtypes and alignment of the tensors, the values of those integers that Triton
+specialises on, the constants and the options. Under that key the compiled kernel is remembered after the first launch,
+which is Triton's, and called directly from then on. Whatever Triton does not show here as expected (its interpreter, a
+launch hook of a profiler, another way to call compiled kernels) keeps the launch Triton's.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+__all__ = ["FastKernel", "fast"]
+
+#: How JITFunction.run calls a compiled kernel in every Triton from 3.6 to 3.9; spaces do not count.
+_EXPECTED = (
+    "kernel.run(grid_0,grid_1,grid_2,stream,kernel.function,kernel.packed_metadata,launch_metadata,"
+    "knobs.runtime.launch_enter_hook,knobs.runtime.launch_exit_hook,*bound_args.values())"
+)
+#: Entries of one kernel before all are dropped; more than a model has shapes.
+_MOST_ENTRIES = 1024
+
+
+def fast(kernel: Any) -> Any:
+    """Decorator above ``@triton.jit``, for a kernel that the host launches; ``kernel[grid](...)`` stays as it is.
+
+    The globals that the kernel reads must not change, and an argument must stay of one kind: tensor or None, integer,
+    or float.
+    """
+    return FastKernel(kernel) if isinstance(kernel, JITFunction) and _is_expected() else kernel
+
+
+@functools.cache
+def _is_expected() -> bool:
+    try:
+        source = inspect.getsource(JITFunction.run)
+        hooks = (triton.knobs.runtime.launch_enter_hook.calls, triton.knobs.runtime.launch_exit_hook.calls)
+    except (OSError, AttributeError):
+        return False
+    return _EXPECTED in re.sub(r"\s", "", source) and all(isinstance(calls, list) for calls in hooks)
+
+
+class FastKernel:
+    """A kernel with remembered launches.
+
+    Args:
+        jit: Triton's kernel.
+    """
+
+    def __init__(self, jit: JITFunction[Any]) -> None:
+        self.jit = jit
+        self._entries: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
+        self._launch: Callable[..., Any] | None = None
+        functools.update_wrapper(self, jit.fn)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return functools.partial(self._launch or self._first, grid)
+
+    def _first(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
+        """Triton's launch; if there is a device, the next one may be ours."""
+        compiled = self.jit[grid](*args, **kwargs)
+        if hasattr(compiled, "packed_metadata"):
+            bound = inspect.signature(self.jit.fn).bind_partial(
+                *args, **{name: value for name, value in kwargs.items() if name in self.jit.arg_names}
+            )
+            self._launch = self._generate(bound.arguments)
+        return compiled
+
+    def _cold(self, key: tuple[Any, ...], grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        compiled = self.jit[grid](*args, **{name: value for name, value in options.items() if value is not None})
+        if len(self._entries) >= _MOST_ENTRIES:
+            self._entries.clear()
+        self._entries[key] = (compiled.run, compiled.function, compiled.packed_metadata)
+        return compiled
+
+    def _generate(self, example: dict[str, Any]) -> Callable[..., Any]:
+        """The function that launches, written for the kinds of the example's arguments."""
+        names, parts, values = [], [], {}
+        for param in self.jit.params:
+            default = inspect.signature(self.jit.fn).parameters[param.name].default
+            names.append(param.name)
+            if default is not inspect.Parameter.empty:
+                values[f"default_{param.name}"] = default
+            part = _key_part(param, example.get(param.name))
+            if part is None:
+                return self._first
+            parts.append(part)
+        head = ", ".join(f"{n}=default_{n}" if f"default_{n}" in values else n for n in names)
+        source = f"""
+def launch(grid, {head}, *, num_warps=None, num_stages=None):
+    device = get_device()
+    key = (device, num_warps, num_stages, {", ".join(part for part in parts if part)})
+    entry = entries.get(key)
+    if entry is None or enter_hooks or exit_hooks:
+        return cold(key, grid, ({", ".join(names)},), {{"num_warps": num_warps, "num_stages": num_stages}})
+    run, function, metadata = entry
+    size = len(grid)
+    run(
+        grid[0], grid[1] if size > 1 else 1, grid[2] if size > 2 else 1, get_stream(device), function, metadata,
+        None, None, None, {", ".join(names)},
+    )
+"""
+        active, hooks = triton.runtime.driver.active, triton.knobs.runtime
+        namespace = {
+            "entries": self._entries,
+            "cold": self._cold,
+            "get_device": active.get_current_device,
+            "get_stream": active.get_current_stream,
+            "enter_hooks": hooks.launch_enter_hook.calls,
+            "exit_hooks": hooks.launch_exit_hook.calls,
+            **values,
+        }
+        exec(compile(source, f"<launch of {self.jit.__name__}>", "exec"), namespace)
+        launch: Callable[..., Any] = namespace["launch"]  # type: ignore[assignment]
+        return launch
+
+
+def _key_part(param: Any, value: Any) -> str | None:
+    """What an argument adds to the key, as an expression, "" for nothing; None if it is of no kind that we know."""
+    name = param.name
+    if param.is_constexpr:
+        return str(name)
+    if value is None or isinstance(value, Tensor):
+        return f"None if {name} is None else {name}.dtype, {name} is None or not {name}.data_ptr() & 15"
+    if isinstance(value, int):
+        return f"-2147483648 <= {name} <= 2147483647" if param.do_not_specialize else str(name)
+    return "" if isinstance(value, float) else None
