@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import os
-import re
 import socket
 from typing import Any
 
@@ -365,38 +364,3 @@ def test_one_rank_that_cannot_keeps_all_from_the_custom_kernels(found: list[Any]
         assert refused["right"] == [True] * 5
         assert refused["custom"] == [0] * 5
         assert refused["decision"] == ["plain", "rank 1: flagcxDevCommCreate returned 9"]
-
-
-def test_the_backend_of_torch_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_fl_comm.plugin import dist_backend
-
-    assert dist_backend("cuda") is None
-    monkeypatch.setattr(torch.distributed.Backend, "backend_list", ["gloo", "flagcx"])
-    assert dist_backend("cuda") == "flagcx"
-    assert dist_backend("cpu") is None
-
-
-def test_no_method_of_vllm_s_class_is_left_that_needs_vllm_s_libraries() -> None:
-    """Whatever the installed version's CudaCommunicator does over NCCL and the like, ours does or has replaced."""
-    from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
-
-    from vllm_fl_comm.cuda import FlagCXCudaCommunicator
-
-    libraries = re.compile(r"\b(pynccl_comm|ca_comm|qr_comm|symm_mem_comm|fi_ar_comm|all2all_manager)\b")
-    left = [
-        name
-        for name, method in vars(CudaCommunicator).items()
-        if inspect.isfunction(method) and not name.startswith("_")
-        if libraries.search(inspect.getsource(method)) and getattr(FlagCXCudaCommunicator, name) is method
-    ]
-    assert left == []
-
-
-def test_every_attribute_that_vllm_reads_is_set() -> None:
-    """Those that the constructor of the installed CudaCommunicator sets."""
-    from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
-
-    from vllm_fl_comm import cuda
-
-    assigned = set(re.findall(r"self\.(\w+)(?:: [^=\n]+)? = ", inspect.getsource(CudaCommunicator.__init__)))
-    assert assigned - {*cuda._WITHOUT, *cuda._OFF} == {"all2all_manager"}

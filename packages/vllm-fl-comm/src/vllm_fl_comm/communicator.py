@@ -15,7 +15,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm_fl.logging import get_logger
 
 from . import flagcx
-from .agreement import Report, agree_on_custom, agree_on_library, common_site, settle_environment
+from .agreement import DeviceFacts, Report, agree_on_custom, agree_on_library, common_site, settle_environment
 from .collectives import TensorCommunicator
 from .devices import device_facts, device_selector, stream_getter
 from .errors import CommunicationError, FlagCXLoadError
@@ -108,7 +108,7 @@ class FlagCXMixin:
             settings,
             error=error,
             built=library is not None and library.features.custom_all_reduce,
-            device=device_facts(self.device),
+            device=device_facts(self.device) if settings.custom_all_reduce else DeviceFacts(),
         )
         reports: list[Report] = self._exchange(own)
         agree_on_library(reports, self.unique_name)

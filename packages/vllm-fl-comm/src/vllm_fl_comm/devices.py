@@ -55,8 +55,8 @@ def _has_multicast(device: torch.device) -> bool:
     driver = ctypes.CDLL("libcuda.so.1")
     handle, answer = ctypes.c_int(), ctypes.c_int()
     # By bus id, since the driver may count devices otherwise than the process does.
-    name = torch.cuda.get_device_properties(device)
-    bus = f"{name.pci_domain_id:04x}:{name.pci_bus_id:02x}:{name.pci_device_id:02x}.0".encode()
+    place = torch.cuda.get_device_properties(device)
+    bus = f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0".encode()
     if driver.cuDeviceGetByPCIBusId(ctypes.byref(handle), bus):
         return False
     return not driver.cuDeviceGetAttribute(ctypes.byref(answer), _MULTICAST_SUPPORTED, handle) and bool(answer.value)
