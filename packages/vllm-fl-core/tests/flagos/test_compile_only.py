@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +17,10 @@ from launches import TARGETS, Launch, record
 from vllm_fl.flagos.kernels import (
     activation,
     cache,
+    causal_conv1d,
     fused_moe,
+    gated_delta_chunk,
+    gated_delta_rule,
     moe_align,
     moe_routing,
     moe_sum,
@@ -164,6 +168,44 @@ def _scaled_mm(tokens: int, *, dtype: torch.dtype, by_block: bool) -> None:
     quantization.scaled_mm(a, b, scale_a, scale_b, "bfloat16", meta(6144))
 
 
+def _sequences(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Prefills of 16 tokens or more: ranges, slots in a column of the block table, and whether they have a state."""
+    count = max(tokens // 16, 1)
+    slots = meta(count, 64, dtype=torch.int32)[:, 0]
+    return meta(count + 1, dtype=torch.int32), slots, meta(count, dtype=torch.bool)
+
+
+def _convolve(tokens: int, *, step: bool) -> None:
+    """Qwen3-Next."""
+    x, weight, states = meta(tokens, 8192), meta(8192, 4), meta(1000, 3, 8192).transpose(1, 2)
+    if step:
+        causal_conv1d.causal_conv1d_update(x, weight, None, states, meta(tokens, dtype=torch.int32))
+    else:
+        causal_conv1d.causal_conv1d_fn(x, weight, None, states, *_sequences(tokens))
+
+
+def _delta_rule(
+    tokens: int, *, step: bool, dtype: torch.dtype = torch.bfloat16, state: torch.dtype = torch.float32, **device: int
+) -> None:
+    """Qwen3-Next, on a device with so much shared memory and so many multiprocessors."""
+    parts = meta(tokens, 8192, dtype=dtype).split([2048, 2048, 4096], -1)
+    heads = [part.unflatten(-1, (-1, 128)) for part in parts]
+    g, beta = meta(tokens, 32, dtype=torch.float32), meta(tokens, 32, dtype=dtype)
+    states = meta(1000, 32, 128, 128, dtype=state)
+    if step:
+        gated_delta_rule.fused_recurrent_gated_delta_rule(*heads, g, beta, states, meta(tokens, dtype=torch.int32))
+        return
+    with contextlib.ExitStack() as stack:
+        for name, value in device.items():
+            stack.enter_context(mock.patch.object(gated_delta_chunk, name, return_value=value))
+        gated_delta_chunk.chunk_gated_delta_rule(*heads, g, beta, states, *_sequences(tokens))
+
+
+def _gates(tokens: int) -> None:
+    heads = meta(32, dtype=torch.float32)
+    gated_delta_rule.fused_gdn_gating(heads, meta(tokens, 32), meta(tokens, 32), heads)
+
+
 #: Devices with float8_e4m3fn of their own; gfx942 has another float8.
 _FLOAT8 = ("sm_90", "sm_100")
 
@@ -202,8 +244,36 @@ _ATTENTION = [
     Case("attention float32", partial(_attention, query_len=512, dtype=torch.float32, **_HEADS[" wide"]), ("sm_90",)),
 ]
 
+_DELTA_RULE = [
+    Case("causal_conv1d_fn", partial(_convolve, step=False)),
+    Case("causal_conv1d_update", partial(_convolve, step=True)),
+    Case("fused_gdn_gating", _gates),
+    Case("fused_recurrent_gated_delta_rule", partial(_delta_rule, step=True)),
+    Case("fused_recurrent_gated_delta_rule bfloat16 state", partial(_delta_rule, step=True, state=torch.bfloat16)),
+    Case(
+        "chunk_gated_delta_rule",
+        partial(_delta_rule, step=False),
+        _LARGE,
+        variants=3,  # wide and narrow parts; a batch of one token has other strides
+        # The wide part of a state fills the registers of a multiprocessor of Hopper.
+        spills={"_advance": {"sm_100": 8}},
+        tokens=4096,
+    ),
+    Case("chunk_gated_delta_rule narrow", partial(_delta_rule, step=False), _LARGE, variants=3, tokens=16),
+    Case(
+        "chunk_gated_delta_rule small",
+        partial(_delta_rule, step=False, shared_memory=65536),
+        ("sm_80", "gfx942"),
+        variants=2,
+        # Operands of Ampere's products take registers, which those of Hopper and CDNA do not.
+        spills={"_prepare": {"sm_80": 64}, "_advance": {"sm_80": 112}},
+    ),
+    Case("chunk_gated_delta_rule float32", partial(_delta_rule, step=False, dtype=torch.float32), ("sm_90", "gfx942")),
+]
+
 CASES: list[Case] = [
     *_ATTENTION,
+    *_DELTA_RULE,
     Case("silu_and_mul", lambda t: activation.silu_and_mul(meta(t, 2 * 9728))),
     Case("gelu_and_mul", lambda t: activation.gelu_and_mul(meta(t, 2 * 9728))),
     Case("gelu_and_mul tanh", lambda t: activation.gelu_and_mul(meta(t, 2 * 9728), "tanh")),

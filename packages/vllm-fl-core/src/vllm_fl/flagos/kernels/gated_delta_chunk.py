@@ -13,9 +13,10 @@ second takes the chunks of a sequence one after another, in parallel over sequen
 its part of S in registers. Neither U nor a state between chunks goes to memory, and keys and queries are read as they
 are: their norms are among the row scales.
 
-The inverse is exact up to rounding also for keys that are alike: blocks of 16 by substitution, larger ones from those
-by products. Products take the activations' dtype and add in float32; inverse, state and scales are float32. q, k, v and
-states need a contiguous last dimension. Any device that has matrix products for the dtype.
+The inverse grows from blocks of one entry by block inversion; a series in powers of A would have huge terms where keys
+are alike. Products take the activations' dtype, those of the inverse float16 where keys are normalised and else
+float32, and add in float32; state and scales are float32. float32 activations go token by token. q, k, v and states
+need a contiguous last dimension. Any device with matrix products; the parts are chosen for Hopper.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import triton.language as tl
 from torch import Tensor, float32
 
 from .common import multiprocessors, need_unit_stride, power_of_2, shared_memory
+from .gated_delta_rule import recurrent_prefill
+from .launch import fast
 from .sequences import SEQUENCES, bounds, locate, need_unit_starts, pieces_before
 
 CHUNK = 64
@@ -35,52 +38,21 @@ _SCALES = 4  # rows a chunk: factors of K S^T, of Q S^T, and of U on its way int
 
 
 @triton.jit
-def _on_diagonal(blocks, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """[COUNT, SIZE, SIZE] to the matrix with these blocks on its diagonal."""
-    row, column = tl.arange(0, COUNT)[:, None, None, None], tl.arange(0, COUNT)[None, None, :, None]
-    return tl.reshape(tl.where(row == column, blocks[:, :, None, :], 0.0), (COUNT * SIZE, COUNT * SIZE))
+def _inverse(a, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRODUCT: tl.constexpr):
+    """The inverse of 1 + `a`, for a strictly lower triangular `a` of [SIZE, SIZE], float32; SIZE is 2**LEVELS.
 
-
-@triton.jit
-def _blocks(a, DISTANCE: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """The blocks of a matrix that lie DISTANCE below its diagonal, [COUNT, SIZE, SIZE], by row; zeros where none is."""
-    row, column = tl.arange(0, COUNT)[:, None, None, None], tl.arange(0, COUNT)[None, None, :, None]
-    return tl.sum(tl.where(row == column + DISTANCE, tl.reshape(a, (COUNT, SIZE, COUNT, SIZE)), 0.0), 2)
-
-
-@triton.jit
-def _join(x, a, COUNT: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """Inverses of all diagonal blocks of 1 + `a`, [COUNT, SIZE, SIZE], to those of the blocks of twice the size.
-
-    ``[[D, 0], [E, F]]^-1 = [[D^-1, 0], [-F^-1 E D^-1, F^-1]]``, for all pairs in one product of [COUNT / 2 * SIZE]^2.
+    The diagonal blocks of size 1, 2, 4, ... are inverted in turn:
+    ``[[D, 0], [E, F]]^-1 = [[D^-1, 0], [-F^-1 E D^-1, F^-1]]``, for all pairs of neighbouring blocks in one product.
     """
-    PAIRS: tl.constexpr = COUNT // 2
-    which = tl.arange(0, 2)[None, :, None, None]
-    pairs = tl.reshape(x, (PAIRS, 2, SIZE, SIZE))
-    below = tl.reshape(_blocks(a, 1, COUNT, SIZE), (PAIRS, 2, SIZE, SIZE))
-    first = _on_diagonal(tl.sum(tl.where(which == 0, pairs, 0.0), 1), PAIRS, SIZE)
-    second = _on_diagonal(tl.sum(tl.where(which == 1, pairs, 0.0), 1), PAIRS, SIZE)
-    between = _on_diagonal(tl.sum(tl.where(which == 1, below, 0.0), 1), PAIRS, SIZE)
-    between = tl.dot(tl.dot(second, between, input_precision=PRECISION), first, input_precision=PRECISION)
-    between = _blocks(between, 0, PAIRS, SIZE)
-    row, column = tl.arange(0, 2)[None, :, None, None, None], tl.arange(0, 2)[None, None, None, :, None]
-    lower = tl.where(row > column, -between[:, None, :, None, :], 0.0)
-    return tl.reshape(tl.where(row == column, pairs[:, :, :, None, :], lower), (PAIRS, 2 * SIZE, 2 * SIZE))
-
-
-@triton.jit
-def _inverse(a, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverse of 1 + `a`, for a strictly lower triangular `a` of [SIZE, SIZE], float32; SIZE is 64."""
-    blocks = _blocks(a, 0, 4, 16)
-    columns = tl.permute(blocks, (0, 2, 1))
-    i = tl.arange(0, 16)
-    x = tl.where(i[None, :, None] == i[None, None, :], 1.0, tl.zeros((4, 16, 16), tl.float32))
-    for row in range(1, 16):
-        taken = tl.sum(tl.where(i[None, None, :] == row, columns, 0.0), 2)
-        known = tl.sum(taken[:, :, None] * x, 1)
-        x = tl.where(i[None, :, None] == row, x - known[:, None, :], x)
-    x = _join(_join(x, a, 4, 16, PRECISION), a, 2, 32, PRECISION)
-    return tl.reshape(x, (SIZE, SIZE))
+    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    apart = row ^ column  # 2**n to 2**(n + 1) - 1 in the blocks E of size 2**n (and opposite, where `a` is 0)
+    x = tl.where(row == column, 1.0, tl.where(apart == 1, -a, 0.0))
+    for level in range(1, LEVELS):
+        between = tl.where((apart >> level) == 1, a, 0.0).to(PRODUCT)
+        known = x.to(PRODUCT)
+        left = tl.dot(known, between).to(PRODUCT)
+        x -= tl.dot(left, known)
+    return x
 
 
 @triton.jit
@@ -92,19 +64,14 @@ def _rows(x, first, rows, width, STRIDE: tl.constexpr, SIZE: tl.constexpr, WIDTH
     return tl.load(at, mask=(row < rows) & (column < width), other=0.0)
 
 
-@triton.jit
-def _inverse_norm(x):
-    x = x.to(tl.float32)
-    return tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
-
-
+@fast
 @triton.jit(do_not_specialize=["tokens", "sequences", "slot_stride"])
 def _prepare(
     q, k, g, beta, starts, slots, systems, pairs, scales, tokens, sequences, scale,
     q_head, k_head, g_token, g_head, b_token, b_head, slot_stride,
     Q_TOKEN: tl.constexpr, K_TOKEN: tl.constexpr, KEY_DIM: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
-    KEY: tl.constexpr, SIZE: tl.constexpr, SEQUENCES: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, L2NORM: tl.constexpr,
+    PRODUCT: tl.constexpr, KEY: tl.constexpr, SIZE: tl.constexpr, LEVELS: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one value head."""
     piece, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
@@ -120,44 +87,42 @@ def _prepare(
             strength = tl.load(beta + token * b_token + head * b_head, mask=i < rows, other=0.0).to(tl.float32)
             key = _rows(k + head // GROUP * k_head, first, rows, KEY_DIM, K_TOKEN, SIZE, KEY)
             query = _rows(q + head // GROUP * q_head, first, rows, KEY_DIM, Q_TOKEN, SIZE, KEY).to(key.dtype)
+            earlier = i[:, None] > i[None, :]
+            since_start = tl.cumsum(decay, 0)
+            until_end = tl.sum(decay, 0) - since_start
+            between = since_start[:, None] - since_start[None, :]
+            alike = tl.dot(key, tl.trans(key))
+            asked = tl.dot(query, tl.trans(key))
             key_scale = tl.full((SIZE,), 1.0, tl.float32)
             query_scale = tl.zeros((SIZE,), tl.float32) + scale
             if L2NORM:
-                key_scale *= _inverse_norm(key)
-                query_scale *= _inverse_norm(query)
+                key_scale *= tl.rsqrt(tl.sum(tl.where(i[:, None] == i[None, :], alike, 0.0), 1) + 1e-6)
+                wide = query.to(tl.float32)
+                query_scale *= tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
 
-            earlier = i[:, None] > i[None, :]
-            since_start = tl.sum(tl.where(earlier, decay[None, :], 0.0), 1) + decay
-            until_end = tl.sum(tl.where(earlier, decay[:, None], 0.0), 0)
             item = piece.to(tl.int64) * HEADS + head
             row = scales + item * (4 * SIZE) + i
             tl.store(row, tl.exp(since_start) * key_scale)
             tl.store(row + SIZE, tl.exp(since_start) * query_scale)
             tl.store(row + 2 * SIZE, tl.exp(until_end) * key_scale)
             tl.store(row + 3 * SIZE, tl.zeros((SIZE,), tl.float32) + tl.exp(tl.sum(decay, 0)))
-
-            if EXACT:
-                # Differences of a running sum would lose the digits of small decays behind a large one.
-                between = tl.cumsum(tl.where(earlier, decay[:, None], 0.0), 0)
-            else:
-                up_to = tl.sum(tl.where(earlier, 0.0, decay[:, None]), 0)
-                between = since_start[:, None] - up_to[None, :]
             weight = tl.exp(tl.where(i[:, None] >= i[None, :], between, float("-inf"))) * key_scale[None, :]
             square = i[:, None] * SIZE + i[None, :]
-            asked = tl.dot(query, tl.trans(key), input_precision=PRECISION) * query_scale[:, None] * weight
+            asked *= query_scale[:, None] * weight
             tl.store(pairs + item * (SIZE * SIZE) + square, asked.to(pairs.dtype.element_ty))
-            alike = tl.dot(key, tl.trans(key), input_precision=PRECISION) * (key_scale * strength)[:, None] * weight
-            system = _inverse(tl.where(earlier, alike, 0.0), SIZE, PRECISION) * strength[None, :]
+            alike = tl.where(earlier, alike * (key_scale * strength)[:, None] * weight, 0.0)
+            system = _inverse(alike, SIZE, LEVELS, PRODUCT) * strength[None, :]
             tl.store(systems + item * (SIZE * SIZE) + square, system.to(systems.dtype.element_ty))
 
 
+@fast
 @triton.jit(do_not_specialize=["tokens", "sequences", "slot_stride", "flag_stride"])
 def _advance(
     q, k, v, state, starts, slots, flags, systems, pairs, scales, out, tokens, sequences,
     q_head, k_head, v_head, s_slot, s_head, slot_stride, flag_stride,
     Q_TOKEN: tl.constexpr, K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     S_ROW: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr, HAS_FLAGS: tl.constexpr,
-    PRECISION: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, SIZE: tl.constexpr, SEQUENCES: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, SIZE: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """All chunks of one sequence, for one head and VALUE rows of its state, which is kept as [KEY, VALUE]."""
     program = tl.program_id(0)
@@ -195,13 +160,13 @@ def _advance(
             pair = tl.load(pairs + item * (SIZE * SIZE) + square)
             scale = scales + item * (4 * SIZE)
             before = s.to(key.dtype)
-            recalled = tl.dot(key, before, input_precision=PRECISION) * tl.load(scale + i)[:, None]
+            recalled = tl.dot(key, before) * tl.load(scale + i)[:, None]
             missing = (value.to(tl.float32) - recalled).to(key.dtype)
-            written = tl.dot(system, missing, input_precision=PRECISION)
+            written = tl.dot(system, missing)
             kept = (written * tl.load(scale + 2 * SIZE + i)[:, None]).to(key.dtype)
-            s = tl.dot(tl.trans(key), kept, s * tl.load(scale + 3 * SIZE), input_precision=PRECISION)
-            read = tl.dot(query, before, input_precision=PRECISION) * tl.load(scale + SIZE + i)[:, None]
-            read = tl.dot(pair, written.to(key.dtype), read, input_precision=PRECISION)
+            s = tl.dot(tl.trans(key), kept, s * tl.load(scale + 3 * SIZE))
+            read = tl.dot(query, before) * tl.load(scale + SIZE + i)[:, None]
+            read = tl.dot(pair, written.to(key.dtype), read)
             result = results + first.to(tl.int64) * (HEADS * VALUE_DIM) + offsets
             tl.store(result, read.to(out.dtype.element_ty), mask=(i < rows)[:, None] & in_row[None, :])
             item += HEADS
@@ -222,9 +187,28 @@ def chunk_gated_delta_rule(
     use_qk_l2norm: bool = True,
 ) -> Tensor:
     """See :func:`vllm_fl.catalog.gdn.chunk_gated_delta_rule`."""
+    need_unit_starts(query_start_loc)
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    run = recurrent_prefill if k.element_size() > 2 else chunked_prefill
+    return run(q, k, v, g, beta, state, query_start_loc, cache_indices, has_initial_state, scale, use_qk_l2norm)
+
+
+def chunked_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    query_start_loc: Tensor,
+    cache_indices: Tensor,
+    has_initial_state: Tensor | None,
+    scale: float,
+    use_qk_l2norm: bool,
+) -> Tensor:
+    """As :func:`vllm_fl.catalog.gdn.chunk_gated_delta_rule`, with both kernels of this module."""
     for name, x in (("q", q), ("k", k), ("v", v), ("state", state)):
         need_unit_stride(name, x)
-    need_unit_starts(query_start_loc)
     (tokens, key_heads, key_dim), (heads, value_dim) = q.shape, v.shape[1:]
     if key_dim > _MOST:
         raise NotImplementedError(f"keys of {key_dim} entries; at most {_MOST} are kept in registers")
@@ -234,18 +218,19 @@ def chunk_gated_delta_rule(
     sequences, pieces = cache_indices.shape[0], tokens // CHUNK + cache_indices.shape[0]
     systems, pairs = k.new_empty((2, pieces, heads, CHUNK, CHUNK)).unbind(0)
     scales = k.new_empty((pieces, heads, _SCALES, CHUNK), dtype=float32)
-    group, is_wide = heads // key_heads, k.element_size() > 2
     shared = {
-        "PRECISION": "ieee" if is_wide else None, "KEY": max(power_of_2(key_dim), 16), "GROUP": group,
+        "KEY": max(power_of_2(key_dim), 16), "GROUP": heads // key_heads,
         "Q_TOKEN": q.stride(0), "K_TOKEN": k.stride(0), "KEY_DIM": key_dim, "HEADS": heads,
         "SIZE": CHUNK, "SEQUENCES": SEQUENCES, "num_warps": 4,
     }  # fmt: skip
+    # The inverse of normalised keys is small enough for float16, which has three more bits than bfloat16.
+    product = tl.float16 if k.element_size() == 2 and use_qk_l2norm else tl.float32
     if pieces:
         _prepare[(pieces * heads,)](
             q, k, g, beta, query_start_loc, cache_indices, systems, pairs, scales, tokens, sequences,
-            key_dim**-0.5 if scale is None else scale, q.stride(1), k.stride(1), *g.stride(), *beta.stride(),
+            scale, q.stride(1), k.stride(1), *g.stride(), *beta.stride(),
             cache_indices.stride(0), L2NORM=use_qk_l2norm,
-            EXACT=is_wide, num_stages=1, **shared,
+            PRODUCT=product, LEVELS=CHUNK.bit_length() - 1, num_stages=1, **shared,
         )  # fmt: skip
     # Wide parts read the chunks less often; narrow ones are needed where wide ones would leave multiprocessors idle.
     fills = sequences * heads * triton.cdiv(value_dim, _WIDE) >= multiprocessors(v.device)
@@ -258,6 +243,6 @@ def chunk_gated_delta_rule(
         cache_indices.stride(0), 0 if has_initial_state is None else has_initial_state.stride(0),
         V_TOKEN=v.stride(0), VALUE_DIM=value_dim, S_ROW=state.stride(2), TILES=tiles,
         HAS_FLAGS=has_initial_state is not None, VALUE=rows,
-        num_stages=1 if is_wide else 2, **shared,
+        num_stages=2, **shared,
     )  # fmt: skip
     return out
