@@ -62,13 +62,18 @@ def _function(cls: type, name: str) -> Any:
 
 def _paths(cls: Any) -> Iterator[str]:
     """Classes that the platform names and that are not there."""
-    named = {"worker_cls": cls.worker_cls, "get_device_communicator_cls()": cls.get_device_communicator_cls()}
+    names = ["get_device_communicator_cls"]
     if cls.support_static_graph_mode():
-        named["get_static_graph_wrapper_cls()"] = cls.get_static_graph_wrapper_cls()
-    for name, path in named.items():
-        problem = unimportable(path) if path else None
+        names.append("get_static_graph_wrapper_cls")
+    if cls.worker_cls and (problem := unimportable(cls.worker_cls)):
+        yield f"worker_cls: {problem}"
+    for name in names:
+        try:
+            problem = unimportable(getattr(cls, name)())
+        except Exception as error:  # a vendor's method may fail in any way
+            problem = f"raised {type(error).__name__}: {error}"
         if problem:
-            yield f"{name}: {problem}"
+            yield f"{name}(): {problem}"
 
 
 def _answers(cls: Any, path: str) -> Iterator[str]:

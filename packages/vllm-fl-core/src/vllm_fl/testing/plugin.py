@@ -2,7 +2,7 @@
 
 It is installed with vllm-fl-core and does nothing until a test asks for the fixture ``fl_conformance``::
 
-    @pytest.mark.fl_distribution("vllm-fl-acme")
+    @pytest.mark.fl_distribution("NAME")
     def test_conformance(fl_conformance):
         fl_conformance()
 
