@@ -131,7 +131,7 @@ def engine_arguments(model: str, extra: Sequence[str]) -> dict[str, Any]:
 
     parser = EngineArgs.add_cli_args(Parser(prog="vllm", add_help=False))
     parsed = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *extra]))
-    default = EngineArgs()
+    default = EngineArgs(model=model)
     # What is not the default alone: LLM has defaults of its own.
     return {k: v for k, v in vars(parsed).items() if k == "model" or v != getattr(default, k)}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vllm_fl.catalog import OpSpec
 from vllm_fl.dispatch import OpManager, get_default_manager
 from vllm_fl.dispatch.links import Link
 from vllm_fl.errors import FLError, UnknownOperatorError
@@ -59,9 +60,12 @@ class Replayed:
         return {**vars(self), "differences": [difference.as_dict() for difference in self.differences]}
 
 
-def copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with copies of the tensors in place of these."""
-    return {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in arguments.items()}
+def protected(spec: OpSpec, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with copies in place of the tensors that the operator may write; weights are not copied."""
+    return {
+        name: value.clone() if name in spec.mutates and isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
 
 
 def save_dump(dump: Dump, directory: Path) -> Path:

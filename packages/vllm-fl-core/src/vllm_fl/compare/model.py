@@ -133,8 +133,8 @@ def compare_model(
 ) -> Comparison:
     """Run a model under two policies and say where they part.
 
-    In a first run the model computes by `first`, and each call is computed again by `second` on a copy of its inputs:
-    a difference is the operator's own, not one that it inherited. A second run computes by `second` alone and is
+    In a first run the model computes by `first`, and each call is computed again by `second` on the same inputs: a
+    difference is the operator's own, not one that it inherited. A second run computes by `second` alone and is
     compared layer by layer and token by token. The engine is eager and in this process, so that both runs have the
     same steps.
 

@@ -12,7 +12,7 @@ from vllm_fl.dispatch import OpImpl, OpManager, SelectionPolicy, policy_context
 from vllm_fl.dispatch.links import Call, Link
 from vllm_fl.testing.comparison import canonical, listed
 
-from .dumps import Dump, copied, save_dump
+from .dumps import Dump, protected, save_dump
 from .places import Filters, Place
 from .values import Difference, differences
 
@@ -98,7 +98,7 @@ class Shadow:
                 return call(*args, **kwargs)
             bound = spec.signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            inputs = copied(bound.arguments)
+            inputs = protected(spec, bound.arguments)
             result = call(*args, **kwargs)
             self._compare(spec, impl, place, inputs, _canonical(spec, result, bound.arguments))
             return result
@@ -129,7 +129,7 @@ class Shadow:
     ) -> Iterator[tuple[Link, _Outcome | str]]:
         """The outcome of the first of the second policy's implementations that takes the inputs, if it is another."""
         for link in self._second_links(spec):
-            arguments = copied(inputs)
+            arguments = protected(spec, inputs)
             bound = spec.signature.bind_partial()
             bound.arguments.update(arguments)
             if link.refusal(bound.args, bound.kwargs) is not None:

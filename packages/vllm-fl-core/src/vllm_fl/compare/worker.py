@@ -17,7 +17,9 @@ from .values import measure
 
 #: Bytes of hidden states that a rank keeps for the second run; what comes later is not compared.
 LIMIT = 2 << 30
-_TOLERANCES = {torch.float32: (1e-3, 1e-4), torch.float16: (2e-2, 1e-2), torch.bfloat16: (6e-2, 3e-2)}
+#: How far the output of a layer may be off by rounding that has added up, relative to the entry and to the root mean
+#: square of all entries.
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 
 class CompareWorker:
@@ -99,8 +101,9 @@ class CompareWorker:
         if expected is None:
             return
         for index, (got, want) in enumerate(zip(tensors_of(output), expected, strict=False)):
-            tolerance = _TOLERANCES.get(got.dtype, (0.0, 0.0))
-            found = measure(got.detach().cpu(), want, tolerance, f"output {index}")
+            relative = _TOLERANCES.get(got.dtype, 0.0)
+            size = float(want.double().square().mean().sqrt()) if want.numel() else 0.0
+            found = measure(got.detach().cpu(), want, (relative, relative * size), f"output {index}")
             self._fl_layers.append({"step": place.step, "module": name, **found.as_dict()})
 
 
