@@ -25,6 +25,8 @@ SERIES_BYTES = 256 << 20  # a series of large messages is shorter
 class Method:
     """One way of all-reducing. `bind` makes a function of no arguments that reduces `tensor` and gives the result."""
 
+    #: The result overwrites the input.
+    in_place = False
     #: Said in the report in place of the table's description.
     description: str | None = None
 
@@ -49,6 +51,8 @@ class Method:
 
 class TorchDistributed(Method):
     """``torch.distributed.all_reduce``, in place: over NCCL on GPUs, over gloo on a CPU."""
+
+    in_place = True
 
     def bind(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         def call() -> torch.Tensor:
@@ -143,7 +147,7 @@ class FlagCX(Method):
     def __init__(self, spec: dict[str, Any], device: torch.device) -> None:
         super().__init__(spec, device)
         from vllm_fl_comm.collectives import TensorCommunicator
-        from vllm_fl_comm.devices import stream_getter
+        from vllm_fl_comm.devices import device_selector, stream_getter
         from vllm_fl_comm.flagcx import Communicator, load
         from vllm_fl_comm.policy import Site, Thresholds
 
@@ -152,7 +156,9 @@ class FlagCX(Method):
         self.description = f"FlagCX through vllm-fl-comm, {name}"
         identifier = [library.unique_id() if self.rank == 0 else None]
         dist.broadcast_object_list(identifier, src=0, group=gloo_group())
-        self.communicator = Communicator.create(library, identifier[0], self.rank, self.ranks, "benchmark")
+        self.communicator = Communicator.create(
+            library, identifier[0], self.rank, self.ranks, "benchmark", on_thread=device_selector(device)
+        )
         site = Site(self.ranks, refusal="not asked for")
         self.tensors = TensorCommunicator(self.communicator, stream_getter(device), site, Thresholds(), diverts=False)
 
@@ -228,7 +234,9 @@ def measure_size(method: Method, spec: dict[str, Any], tensor: torch.Tensor) -> 
         if call is None:
             write(spec, {**name, "mode": mode, "skipped": refusal})
             continue
-        us, host_us = time_graph(method, call, spec) if mode == "graph" else time_eager(method.device, call, size, spec)
+        us, host_us = (
+            time_graph(method, tensor, call, spec) if mode == "graph" else time_eager(method.device, call, size, spec)
+        )
         slowest: list[Any] = [None] * spec["ranks"]
         dist.all_gather_object(slowest, (us, host_us), group=gloo_group())
         entry = {"mode": mode, "us": max(us for us, _ in slowest), "host_us": max(host for _, host in slowest)}
@@ -261,7 +269,9 @@ def time_eager(
     return statistics.median(samples), statistics.median(hosts)
 
 
-def time_graph(method: Method, call: Callable[[], torch.Tensor], spec: dict[str, Any]) -> tuple[float, float]:
+def time_graph(
+    method: Method, tensor: torch.Tensor, call: Callable[[], torch.Tensor], spec: dict[str, Any]
+) -> tuple[float, float]:
     """The same for calls that are replayed from a graph."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -273,6 +283,14 @@ def time_graph(method: Method, call: Callable[[], torch.Tensor], spec: dict[str,
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             kept = [call() for _ in range(GRAPH_CALLS)]
     torch.cuda.current_stream().wait_stream(stream)
+    if not method.in_place:  # or the captured calls would reduce one another's results
+        last = kept[-1]
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return last
+
+        check(tensor, replay, spec)
     for _ in range(3):
         graph.replay()
     samples, hosts = [], []
@@ -281,7 +299,8 @@ def time_graph(method: Method, call: Callable[[], torch.Tensor], spec: dict[str,
         total, host = timed(method.device, graph.replay)
         samples.append(total / GRAPH_CALLS)
         hosts.append(host / GRAPH_CALLS)
-    del graph, kept
+    kept.clear()
+    graph.reset()
     gc.collect()
     return statistics.median(samples), statistics.median(hosts)
 

@@ -20,6 +20,19 @@ def test_the_backend_of_torch_is_used_where_it_is_installed(monkeypatch: pytest.
     assert dist_backend("cpu") is None
 
 
+def test_between_vendors_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_fl_comm import devices
+    from vllm_fl_comm.errors import CommunicationError
+    from vllm_fl_comm.policy import NOT_CAPTURABLE
+
+    stream = devices.stream_outside_graphs(torch.device("cpu"))
+    assert stream() == 0
+    monkeypatch.setattr(devices, "is_capturing", lambda device: True)
+    with pytest.raises(CommunicationError) as caught:
+        stream()
+    assert str(caught.value) == NOT_CAPTURABLE
+
+
 def test_no_method_of_vllm_s_class_is_left_that_needs_vllm_s_libraries() -> None:
     """Whatever the installed version's CudaCommunicator does over NCCL and the like, ours does or has replaced."""
     from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator

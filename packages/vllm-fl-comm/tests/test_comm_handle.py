@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -191,7 +192,8 @@ def test_a_communicator_that_was_never_connected(library: Library) -> None:
 def test_destruction_that_waits_is_left_behind(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when captured graphs hold the communicator."""
     monkeypatch.setattr("vllm_fl_comm.flagcx.communicator.DESTROY_SECONDS", 0.05)
-    fault(library, "flagcxCommDestroy * slow=0.5")
+    fault(library, "flagcxCommDestroy * slow=0.3")
+    before = count(library, "destroyed")
     communicator = Communicator.create(library, library.unique_id(), 0, 1, "tp:0")
     messages: list[str] = []
     monkeypatch.setattr("logging.Logger.warning", lambda self, text, *args: messages.append(text % args))
@@ -200,6 +202,8 @@ def test_destruction_that_waits_is_left_behind(library: Library, monkeypatch: py
         "flagcxCommDestroy (group 'tp:0', rank 0 of 1) has not returned after 0.05 s, probably because captured graphs"
         " hold the communicator; it is left to the end of the process"
     ]
+    while count(library, "destroyed") == before:  # the other tests count, too
+        time.sleep(0.01)
 
 
 def test_a_thousand_cycles_leave_nothing(library: Library) -> None:

@@ -129,8 +129,8 @@ def test_capture_between_vendors_is_an_error() -> None:
     with pytest.raises(ValueError) as caught:
         decide(replace(CALL, capturing=True), replace(HOPPER, homogeneous=False))
     assert str(caught.value) == (
-        "all_reduce between devices of several vendors waits on the host and cannot be captured into a graph; remedy:"
-        " --enforce-eager"
+        "an operation between devices of several vendors waits on the host and cannot be captured into a graph;"
+        " remedy: --enforce-eager"
     )
 
 

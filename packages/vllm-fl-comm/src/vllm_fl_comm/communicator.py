@@ -17,7 +17,7 @@ from vllm_fl.logging import get_logger
 from . import flagcx
 from .agreement import DeviceFacts, Report, agree_on_custom, agree_on_library, common_site, settle_environment
 from .collectives import TensorCommunicator
-from .devices import device_facts, device_selector, stream_getter
+from .devices import device_facts, device_selector, stream_getter, stream_outside_graphs
 from .errors import CommunicationError, FlagCXLoadError
 from .settings import CommSettings, comm_settings
 from .watchdog import watch
@@ -81,7 +81,7 @@ class FlagCXMixin:
             refusal = next((f"rank {r}: {problem}" for r, problem in enumerate(problems) if problem), None)
         self.tensors = TensorCommunicator(
             communicator,
-            stream_getter(self.device),
+            (stream_getter if homogeneous else stream_outside_graphs)(self.device),
             common_site(reports, refusal, homogeneous=homogeneous),
             settings.thresholds,
             diverts=diverts,

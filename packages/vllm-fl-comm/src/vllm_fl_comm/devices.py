@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from .agreement import DeviceFacts
+from .errors import CommunicationError
+from .policy import NOT_CAPTURABLE
 
-__all__ = ["device_facts", "device_selector", "is_capturing", "stream_getter"]
+__all__ = ["device_facts", "device_selector", "is_capturing", "stream_getter", "stream_outside_graphs"]
 
 _MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED of cuda.h
 
@@ -25,6 +27,18 @@ def stream_getter(device: torch.device) -> Callable[[], int]:
         return lambda: fast(index)
     module, name = torch.get_device_module(device), f"{device.type}_stream"
     return lambda: getattr(module.current_stream(device), name)
+
+
+def stream_outside_graphs(device: torch.device) -> Callable[[], int]:
+    """As :func:`stream_getter`, for operations that cannot be captured: the function raises while a graph is."""
+    stream = stream_getter(device)
+
+    def get() -> int:
+        if is_capturing(device):
+            raise CommunicationError(NOT_CAPTURABLE)
+        return stream()
+
+    return get
 
 
 def device_selector(device: torch.device) -> Callable[[], None] | None:

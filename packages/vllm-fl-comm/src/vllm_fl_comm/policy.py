@@ -22,6 +22,11 @@ CUSTOM_BYTES_LIMIT = 8 * MIB
 #: Compute capability from which FlagCX's multicast kernels have a body; below they would do nothing.
 MULTICAST_CAPABILITY = (9, 0)
 
+NOT_CAPTURABLE = (
+    "an operation between devices of several vendors waits on the host and cannot be captured into a graph; remedy:"
+    " --enforce-eager"
+)
+
 _SMALL = (DataType.FLOAT16, DataType.BFLOAT16)
 _FLOATS = (*_SMALL, DataType.FLOAT32, DataType.FLOAT64)
 
@@ -121,10 +126,7 @@ def decide(call: Call, site: Site, thresholds: Thresholds | None = None) -> Deci
     """
     limits = thresholds or Thresholds()
     if call.capturing and not site.homogeneous:
-        raise ValueError(
-            "all_reduce between devices of several vendors waits on the host and cannot be captured into a graph;"
-            " remedy: --enforce-eager"
-        )
+        raise ValueError(NOT_CAPTURABLE)
     refusal = _site_refusal(site) or _call_refusal(call, limits)
     if refusal is not None:
         return Decision(Algorithm.PLAIN, refusal)

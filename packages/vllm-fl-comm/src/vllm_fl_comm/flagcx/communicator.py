@@ -155,7 +155,8 @@ class Communicator:
             yield
         except BaseException:
             # FlagCX counts starts and ends in the thread; an open group would swallow every later operation.
-            self.library.functions["flagcxGroupEnd"](self._handle)
+            with self._operation("the end of a group that failed"):
+                self.library.functions["flagcxGroupEnd"](self._handle)
             raise
         self._call("flagcxGroupEnd", "the end of a group", 0)
 
@@ -262,7 +263,7 @@ class Communicator:
 
     def _settle(self, function: str, code: int, operation: str = "") -> None:
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.with_traceback(None)
         self.library.check(code, function, f"{operation}, {self.where}" if operation else self.where)
 
     def _usable_handle(self) -> int | None:
@@ -272,7 +273,7 @@ class Communicator:
 
     def _refuse(self) -> NoReturn:
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.with_traceback(None)
         raise CommunicationError(f"the FlagCX communicator ({self.where}) cannot be used: {self._unusable}")
 
 
