@@ -226,7 +226,7 @@ def results_of(titles: list[str], options: argparse.Namespace) -> Iterator[dict[
     while titles:
         command = [sys.executable, __file__, "--child", json.dumps(titles), "--repeats", str(options.repeats)]
         command += ["--timeout", str(options.timeout), "--providers", ",".join(options.providers)]
-        started = None
+        started, before = None, len(titles)
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:
@@ -244,7 +244,7 @@ def results_of(titles: list[str], options: argparse.Namespace) -> Iterator[dict[
         if started is not None:
             titles = titles[titles.index(started) + 1 :]
             yield {"case": started, "error": f"the process ended with {process.returncode}"}
-        elif titles and process.returncode:
+        elif len(titles) == before:
             yield {"case": titles.pop(0), "error": f"the process ended with {process.returncode} before any case"}
 
 

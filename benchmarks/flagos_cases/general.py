@@ -146,7 +146,9 @@ def choices(device: str, tokens: int, experts: int = EXPERTS, topk: int = CHOICE
 
 def topk_args(device: str, tokens: int) -> tuple[Any, ...]:
     ids = torch.zeros(tokens, CHOICES, device=device, dtype=I32)
-    return ids.to(F32), ids, ids.clone(), normal(device, tokens, EXPERTS), True
+    # Neighbouring numbers of the dtype in any order: equal logits would leave the choice open.
+    logits = (torch.rand(tokens, EXPERTS, device=device).argsort(-1) + 0x3F00).to(torch.int16).view(BF16)
+    return ids.to(F32), ids, ids.clone(), logits, True
 
 
 def penalty_args(device: str, requests: int) -> tuple[Any, ...]:
