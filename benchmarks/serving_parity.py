@@ -1,7 +1,7 @@
 """Throughput of vLLM on a GPU: native, with this project's 100 % Triton selection, and with the vendor mix; in one run.
 
     python benchmarks/serving_parity.py MODEL [--workloads decode,prefill,latency] [--modes compiled,eager]
-        [--sides native,triton,vendor] [--repeats 3] [--resident] [--coverage] [--output FILE]
+        [--sides native,triton,vendor] [--repeats 3] [--resident] [--coverage decode] [--output FILE]
 
 MODEL is a folder with a config.json; the weights are random. All sides run the same vLLM: `native` with its plug-ins
 switched off, `vendor` with the platform's own selection, `triton` with the file policies/nvidia-triton-MODE.yaml.
@@ -10,7 +10,8 @@ together and stay loaded, each with --kv-cache-gib for its cache; otherwise each
 (from its compile cache after the first time), for models of which only one fits. The figure of a round is output tokens
 a second, prefill included, prefix caching off; of a side the median of its rounds, and its ratio to the native median.
 
---coverage adds one profiled pass of each side and workload: the share of GPU time by provider and by operator.
+--coverage adds one profiled pass of each side for the workloads it names: the share of GPU time by provider and by
+operator.
 """
 
 from __future__ import annotations
@@ -229,7 +230,7 @@ class Session:
             answer = engine.measure({"workload": name})
             self.answers.setdefault((side.name, name), []).append(answer)
             say(f"{self.mode} {side.name} {name}: {answer['output_tokens'] / answer['seconds']:.1f} tok/s")
-            if self.arguments.coverage and last:
+            if name in self.arguments.coverage and last:
                 self.shares[side.name, name] = engine.measure({"workload": name, "profile": True})
         if not self.arguments.resident:
             self.engines.pop(side.name).close()
@@ -283,7 +284,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--repeats", type=int, default=3, help="measured rounds of each side, at least 3 (default: 3)")
     top.add_argument("--resident", action="store_true", help="keep all engines of a mode loaded")
     top.add_argument("--kv-cache-gib", type=float, default=26, help="of each resident engine (default: 26)")
-    top.add_argument("--coverage", action="store_true", help="profile one pass of each side and workload")
+    top.add_argument("--coverage", default="", metavar="WORKLOADS", help="profile one pass of each side of these")
     top.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
     top.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there instead of standard output")
     top.add_argument("--logs", type=Path, default=Path("/tmp") / f"serving-parity-{os.getpid()}")
@@ -299,6 +300,10 @@ def check(arguments: argparse.Namespace) -> None:
             if value not in allowed:
                 parser().error(f"--{option}: {value!r} is unknown; allowed: {', '.join(allowed)}")
         setattr(arguments, option, values)
+    arguments.coverage = [name.strip() for name in arguments.coverage.split(",") if name]
+    for name in arguments.coverage:
+        if name not in arguments.workloads:
+            parser().error(f"--coverage: {name!r} is not one of --workloads ({', '.join(arguments.workloads)})")
     if arguments.repeats < 3:
         parser().error(f"--repeats: {arguments.repeats} is too few for a median; at least 3")
     if arguments.model is None or not (arguments.model / "config.json").is_file():

@@ -22,6 +22,15 @@ def _kernel(x, y, rows, width, scale, KIND: tl.constexpr, BLOCK: tl.constexpr = 
     pass
 
 
+#: Names that a launcher may use itself.
+NAMES = ("key", "grid", "size", "device", "entry", "run", "function", "metadata", "cold", "entries", "self", "args")
+
+
+@triton.jit
+def _with_names(key, grid, size, device, entry, run, function, metadata, cold, entries, self, args):
+    pass
+
+
 class Machine:
     """A driver and a compiler that write down what they are asked for."""
 
@@ -106,6 +115,14 @@ def test_what_a_launch_is_remembered_by(machine: Machine, kernel: Any, change: d
     assert len(machine.compiled) == 1 + again
     call(kernel, **change)
     assert len(machine.compiled) == 1 + again
+
+
+def test_no_name_of_an_argument_is_taken(machine: Machine) -> None:
+    kernel, values = launch.FastKernel(_with_names), tuple(range(10, 10 + len(NAMES)))
+    for _ in range(3):
+        kernel[(1,)](*values)
+    assert [made["args"] for made in machine.compiled] == [values, values]
+    assert [args[9:] for args in machine.ran] == [values]
 
 
 def test_each_device_has_its_own(machine: Machine, kernel: Any) -> None:

@@ -88,34 +88,35 @@ class FastKernel:
             default = inspect.signature(self.jit.fn).parameters[param.name].default
             names.append(param.name)
             if default is not inspect.Parameter.empty:
-                values[f"default_{param.name}"] = default
+                values[f"_Default_{param.name}"] = default
             part = _key_part(param, example.get(param.name))
             if part is None:
                 return self._first
             parts.append(part)
-        head = ", ".join(f"{n}=default_{n}" if f"default_{n}" in values else n for n in names)
+        head = ", ".join(f"{n}=_Default_{n}" if f"_Default_{n}" in values else n for n in names)
+        # Names of ours begin with an underscore and an upper-case letter; those of a kernel's arguments do not.
         source = f"""
-def launch(grid, {head}, *, num_warps=None, num_stages=None):
-    device = get_device()
-    key = (device, num_warps, num_stages, {", ".join(part for part in parts if part)})
-    entry = entries.get(key)
-    if entry is None or enter_hooks or exit_hooks:
-        return cold(key, grid, ({", ".join(names)},), {{"num_warps": num_warps, "num_stages": num_stages}})
-    run, function, metadata = entry
-    size = len(grid)
-    run(
-        grid[0], grid[1] if size > 1 else 1, grid[2] if size > 2 else 1, get_stream(device), function, metadata,
+def launch(_Grid, {head}, *, num_warps=None, num_stages=None):
+    _Device = _GetDevice()
+    _Key = (_Device, num_warps, num_stages, {", ".join(part for part in parts if part)})
+    _Entry = _Entries.get(_Key)
+    if _Entry is None or _EnterHooks or _ExitHooks:
+        return _Cold(_Key, _Grid, ({", ".join(names)},), {{"num_warps": num_warps, "num_stages": num_stages}})
+    _Run, _Function, _Metadata = _Entry
+    _Size = len(_Grid)
+    _Run(
+        _Grid[0], _Grid[1] if _Size > 1 else 1, _Grid[2] if _Size > 2 else 1, _GetStream(_Device), _Function, _Metadata,
         None, None, None, {", ".join(names)},
     )
 """
         active, hooks = triton.runtime.driver.active, triton.knobs.runtime
         namespace = {
-            "entries": self._entries,
-            "cold": self._cold,
-            "get_device": active.get_current_device,
-            "get_stream": active.get_current_stream,
-            "enter_hooks": hooks.launch_enter_hook.calls,
-            "exit_hooks": hooks.launch_exit_hook.calls,
+            "_Entries": self._entries,
+            "_Cold": self._cold,
+            "_GetDevice": active.get_current_device,
+            "_GetStream": active.get_current_stream,
+            "_EnterHooks": hooks.launch_enter_hook.calls,
+            "_ExitHooks": hooks.launch_exit_hook.calls,
             **values,
         }
         exec(compile(source, f"<launch of {self.jit.__name__}>", "exec"), namespace)
