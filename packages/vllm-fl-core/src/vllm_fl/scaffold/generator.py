@@ -117,7 +117,7 @@ class NewBackend:
             "cls": "".join(words),
             "device": self.device,
             "sdk": self.sdk,
-            "low": __version__,
+            "low": f"{major}.{minor}",
             "high": f"{major}.{minor + 1}",
             "series": f"{major}.{minor}",
         }

@@ -1,0 +1,5 @@
+"""Acme backend of vllm-fl."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""The operators, a module for each family."""
