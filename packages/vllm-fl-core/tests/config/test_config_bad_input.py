@@ -44,8 +44,8 @@ FILES = {
     ),
     "key of the field's dumper": (
         "io_dump: {dir: x}\n",
-        "my.yaml:1:1: unknown key 'io_dump': dumping the inputs and outputs of operators does not exist here yet; "
-        "remove the key",
+        "my.yaml:1:1: unknown key 'io_dump': inputs of operators are kept by a command, "
+        "'vllm-fl compare MODEL --dump DIR'; remove the key",
     ),
     "key that the field's other parser read": (
         "per_op: {}\n",

@@ -93,7 +93,7 @@ _TUNED_BY_PLATFORM = "implementations are chosen by 'op_backends' (VLLM_FL_PER_O
 #: Variables of vllm-plugin-FL that have no effect here, and what to use instead. A trailing * stands for any ending.
 UNSUPPORTED: Mapping[str, str] = MappingProxyType(
     {
-        "VLLM_FL_IO_DUMP*": "dumping the inputs and outputs of operators does not exist here yet; unset it",
+        "VLLM_FL_IO_DUMP*": "'vllm-fl compare MODEL --dump DIR' keeps inputs of operators; unset it",
         "VLLM_FL_OP_FAST_PATH": "every call site is bound to its implementation, there is no slow path; unset it",
         "VLLM_FL_HOPPER_LONG_CONTEXT_OPT": _TUNED_BY_PLATFORM,
         "VLLM_FL_FLAGOS_MM_SHAPE_AWARE": _TUNED_BY_PLATFORM,

@@ -162,7 +162,7 @@ KEYS: Mapping[str, Key] = MappingProxyType(
 REPLACED_KEYS: Mapping[str, str] = MappingProxyType(
     {
         "action": "it has no effect here; tuning is a command, 'vllm-fl tune MODEL'",
-        "io_dump": "dumping the inputs and outputs of operators does not exist here yet; remove the key",
+        "io_dump": "inputs of operators are kept by a command, 'vllm-fl compare MODEL --dump DIR'; remove the key",
         "per_op": "the key is 'op_backends'",
     }
 )

@@ -55,7 +55,8 @@ def compare(
     input_len: Annotated[int, typer.Option(min=1, help="For a model: tokens of each prompt.")] = 32,
     output_len: Annotated[int, typer.Option(min=1, help="For a model: tokens of each answer.")] = 16,
     dtype: Annotated[
-        list[str] | None, typer.Option(metavar="DTYPE", help="For an operator: bf16, fp32 ...; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="DTYPE", help="bf16, fp32 and the like; may be repeated for an operator."),
     ] = None,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="For an operator and --replay.")] = "cpu",
     tokens: Annotated[int, typer.Option(min=1, help="For an operator: size of the timed input.")] = 256,
@@ -80,7 +81,8 @@ def compare(
 
             work = Workload(requests, input_len, output_len)
             filters = _filters(operators, layers, steps, ranks)
-            found = _model(target, (a, b), work, filters, dump, context.args, verbose)
+            extra = [*context.args, *(part for name in dtype or () for part in ("--dtype", _long(name)))]
+            found = _model(target, (a, b), work, filters, dump, extra, verbose)
             differs = found.differs
             if as_json:
                 print_json(found.as_dict())
@@ -88,6 +90,14 @@ def compare(
                 show_comparison(found)
         if differs:
             raise typer.Exit(Exit.FAILED)
+
+
+def _long(dtype: str) -> str:
+    """The dtype's name as vLLM knows it."""
+    from vllm_fl.diagnostics.arguments import parse_dtype
+    from vllm_fl.dispatch.types import dtype_name
+
+    return dtype_name(parse_dtype(dtype))
 
 
 def _is_operator(target: str) -> bool:

@@ -1,0 +1,140 @@
+"""Policies that a command line names, and the workloads of the tools."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vllm_fl.config import ENVIRONMENT, get_settings, reset_settings
+from vllm_fl.dispatch import SelectionPolicy, get_policy, reset_default_manager, reset_global_policy
+from vllm_fl.engines import Workload
+from vllm_fl.errors import ConfigError
+from vllm_fl.policies import environment_of, from_plain, parse_policy, to_plain
+
+pytest.importorskip("vllm_fl_reference", reason="a policy names its implementations")
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    for name in list(os.environ):
+        if name in ENVIRONMENT or name.startswith("VLLM_FL_"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    reset_settings()
+    reset_global_policy()
+    reset_default_manager()
+    yield
+    reset_settings()
+    reset_global_policy()
+    reset_default_manager()
+
+
+def test_present_and_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_FL_PER_OP", "rms_norm=reference")
+    reset_global_policy()
+    assert parse_policy("present", "--a") == get_policy()
+    vendor = parse_policy("vendor", "--a")
+    assert (vendor.prefer, vendor.per_op_order) == ("vendor", (("rms_norm", ("reference",)),))
+    assert vendor.origin("prefer") == "--a"
+
+
+def test_orders_are_added_to_the_present_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_FL_PER_OP", "rms_norm=reference;moe_sum=flagos")
+    reset_global_policy()
+    policy = parse_policy("rms_norm=flagos|reference;silu_and_mul=impl:reference.torch", "--against")
+    assert policy.per_op_order_dict == {
+        "moe_sum": ["flagos"],
+        "rms_norm": ["flagos", "reference"],
+        "silu_and_mul": ["impl:reference.torch"],
+    }
+
+
+def test_a_file_stands_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_FL_PER_OP", "rms_norm=reference")
+    reset_global_policy()
+    Path("my.yaml").write_text("prefer: reference\nstrict: yes\n")
+    policy = parse_policy("my.yaml", "--a")
+    assert (policy.prefer, policy.strict, policy.per_op_order) == ("reference", True, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "vender",
+            "--a: 'vender' is not a policy (a YAML file, 'present', 'flagos', 'vendor', 'reference', or "
+            "'op=token|token;op=token'); did you mean 'vendor'?",
+        ),
+        ("rmsnorm=vendor", "--a: op_backends: unknown operator 'rmsnorm' ("),
+        ("rms_norm=vendr", "--a: rms_norm: 'vendr' is not a token ("),
+        ("rms_norm=impl:reference.troch", "did you mean 'reference.torch'?"),
+        ("rms_norm", "--a: 'rms_norm' is not a policy ("),
+        ("nowhere.yaml", "--a: file 'nowhere.yaml' does not exist; "),
+        ("broken.yaml", "broken.yaml:1:9: prefer: 'flaggems' is not one of"),
+        ("unknown.yaml", "unknown.yaml:1:15: op_backends: unknown operator 'rmsnorm' ("),
+    ],
+)
+def test_no_policy(text: str, message: str) -> None:
+    Path("broken.yaml").write_text("prefer: flaggems\n")
+    Path("unknown.yaml").write_text("op_backends: {rmsnorm: vendor}\n")
+    with pytest.raises(ConfigError) as caught:
+        parse_policy(text, "--a")
+    assert message in str(caught.value)
+
+
+POLICIES = {
+    "default": SelectionPolicy(),
+    "everything": SelectionPolicy(
+        prefer="vendor",
+        strict=True,
+        per_op_order=(("moe_sum", ("reference", "flagos")), ("rms_norm", ("impl:reference.torch",))),
+        deny_vendors=frozenset({"acme"}),
+        allow_vendors=frozenset({"nvidia", "ascend"}),
+        flagos_blacklist=frozenset({"moe_sum"}),
+    ),
+    "restrictions": SelectionPolicy(
+        allow_vendors=frozenset(), flagos_enabled=False, flagos_whitelist=frozenset({"rms_norm"})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_survive_the_way_to_other_processes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = POLICIES[name]
+    assert from_plain(to_plain(policy)) == policy
+    monkeypatch.setenv("VLLM_FL_DENY_VENDORS", "metax")
+    monkeypatch.setenv("VLLM_FL_PREFER", "reference")
+    reset_global_policy()
+    before = get_policy()
+    with environment_of(policy):
+        assert get_policy() == policy
+        path = Path(os.environ["VLLM_FL_CONFIG"])
+    assert get_policy() == before
+    assert "VLLM_FL_CONFIG" not in os.environ
+    assert not path.exists()
+
+
+def test_the_rest_of_the_users_file_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("mine.yaml").write_text("log_level: DEBUG\nprefer: vendor\n")
+    monkeypatch.setenv("VLLM_FL_CONFIG", "mine.yaml")
+    reset_global_policy()
+    with environment_of(SelectionPolicy(prefer="reference")):
+        assert (get_settings().log_level, get_policy().prefer) == ("DEBUG", "reference")
+        assert yaml.safe_load(Path(os.environ["VLLM_FL_CONFIG"]).read_text())["log_level"] == "DEBUG"
+    assert os.environ["VLLM_FL_CONFIG"] == "mine.yaml"
+    assert get_policy().prefer == "vendor"
+
+
+def test_workloads_repeat_and_differ() -> None:
+    work = Workload(3, 5, 7, seed=1)
+    prompts = work.prompts(1000)
+    assert prompts == work.prompts(1000)
+    assert prompts != work.prompts(1000, variant=1)
+    assert [len(prompt) for prompt in prompts] == [5, 5, 5]
+    assert {token for prompt in prompts for token in prompt} <= set(range(100, 1000))
+    assert max(max(prompt) for prompt in work.prompts(8)) < 8
+    assert str(work) == "3 requests, 5 tokens in, 7 out"
