@@ -181,7 +181,7 @@ def check_implementation(
     subject = Subject(impl.impl_id, impl.op_name, distribution, impl.kind.value, reference_based=marked)
     wanted = [check for check in CHECKS if options.wants(check)]
     begin = time.perf_counter()
-    reason = _why_not(impl, spec, truth)
+    reason = _why_not(impl, spec, truth, options.device)
     if reason or spec is None or truth is None:
         subject.checks = {check: CheckResult(check, Status.SKIPPED, notes=[reason]) for check in wanted}
         return subject
@@ -197,10 +197,12 @@ def check_implementation(
     return subject
 
 
-def _why_not(impl: OpImpl, spec: OpSpec | None, truth: Callable[..., Any] | None) -> str:
+def _why_not(impl: OpImpl, spec: OpSpec | None, truth: Callable[..., Any] | None, device: str) -> str:
     available = impl.availability()
     if not available:
         return f"not available: {available.reason}"
+    if impl.min_arch is not None and (arch := _capability(device)) < impl.min_arch:
+        return f"needs device capability {impl.min_arch}, this device has {arch}"
     if spec is None or spec.cases is None:
         return f"operator {impl.op_name!r} has no input generator: OpSpec(cases=...)"
     if truth is None:
@@ -270,6 +272,17 @@ def _result(judge: Judge, check: str, skipped: str) -> CheckResult:
     if not ran:
         return CheckResult(check, Status.SKIPPED, notes=[skipped or "no case of this kind"])
     return CheckResult(check, Status.PASSED, ran)
+
+
+def _capability(device: str) -> int:
+    """``major * 10 + minor`` of the device; 0 where it has none."""
+    import torch
+
+    module = torch.get_device_module(torch.device(device))
+    if not hasattr(module, "get_device_capability"):
+        return 0
+    major, minor = module.get_device_capability(device)
+    return int(major) * 10 + int(minor)
 
 
 def _synchronizer(device: str) -> Callable[[], None]:

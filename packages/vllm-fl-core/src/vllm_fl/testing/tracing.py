@@ -95,7 +95,7 @@ def check_compile(judge: Judge, device: str, dtype: torch.dtype, seed: int) -> s
 def check_graph(judge: Judge, device: str, dtype: torch.dtype, seed: int) -> str:
     """Capture the call, replay it with other values; returns why not, if it was not done."""
     module = torch.get_device_module(torch.device(device))
-    classes = [getattr(module, name) for name in dir(module) if name.endswith("Graph")]
+    classes = [value for value in vars(module).values() if hasattr(value, "capture_begin")]
     if not hasattr(module, "graph") or not classes:
         return f"the device {torch.device(device).type} captures no graphs"
     for tokens in _TOKENS[:2]:
