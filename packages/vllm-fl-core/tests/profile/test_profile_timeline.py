@@ -32,7 +32,7 @@ TRACE = [
     event("vllm_fl::silu_and_mul/reference.torch", RANGE, 140, 8),  # a dispatched call inside of another
     event("vllm::unified_attention_with_output", "cpu_op", 165, 20),
     event("vllm_fl::reshape_and_cache/reference.torch", RANGE, 170, 5),
-    event("## Call CompiledFxGraph f1 ##", RANGE, 186, 10),
+    event("## Call CompiledFxGraph f1 ##", "cpu_op", 186, 10),
     event("aten::mm", "cpu_op", 188, 4),
     event("somebody's range", RANGE, 197, 2),
     event("aten::argmax", "cpu_op", 210, 10),

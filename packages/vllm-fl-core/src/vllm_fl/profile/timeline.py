@@ -111,11 +111,11 @@ def _inside(marks: Iterable[Event], begin: float, end: float) -> Iterator[tuple[
 def _own(event: Event, outer: Owner) -> Owner | None:
     """Who the time inside `event` belongs to; None if that is `outer`, which owns the time around it."""
     name = str(event["name"])
+    if name.startswith(_COMPILED):
+        return COMPILED
     if event["cat"] == "user_annotation":
         served = served_of(name)
         if served is not None:
             return Owner("operator", served.operator, served.implementation)
-        if name == MODEL_RANGE:
-            return MODEL
-        return COMPILED if name.startswith(_COMPILED) else None
+        return MODEL if name == MODEL_RANGE else None
     return None if outer.kind in ("operator", "torch") else Owner("torch", name)
