@@ -116,6 +116,19 @@ def test_one_rank_that_cannot_refuses_for_all(fields: dict[str, object], reason:
     assert agree_on_custom(reports) == reason
 
 
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        (DeviceFacts(False, (9, 0)), "some devices have NVLink multicast and some do not"),
+        (DeviceFacts(True, (8, 9)), "FlagCX's multicast kernels are empty below compute capability 9.0"),
+    ],
+)
+def test_devices_that_cannot_refuse_before_anything_is_switched_on(device: DeviceFacts, reason: str) -> None:
+    found = agree_on_custom([report(0), report(1, device=device)])
+    assert found is not None
+    assert found.startswith(reason)
+
+
 def test_nobody_asks() -> None:
     assert agree_on_custom([report(0, asks=False), report(1, asks=False)]) == "not asked for"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .errors import FlagCXLoadError
 from .peers import Peer
-from .policy import Site
+from .policy import Site, site_refusal
 from .settings import CUSTOM_ENV, CommSettings
 
 __all__ = ["DeviceFacts", "Report", "agree_on_custom", "agree_on_library", "common_site", "settle_environment"]
@@ -86,7 +86,7 @@ def agree_on_custom(reports: Sequence[Report]) -> str | None:
         without = [report.peer for report in reports if fails(report)]
         if without:
             return f"{without[0]} {what}"
-    return None
+    return site_refusal(common_site(reports, None, homogeneous=True))
 
 
 def settle_environment(wanted: bool) -> bool:

@@ -13,7 +13,7 @@ from enum import Enum
 
 from .flagcx.abi import ITEM_BYTES, DataType, Reduction
 
-__all__ = ["CUSTOM_BYTES_LIMIT", "Algorithm", "Call", "Decision", "Site", "Thresholds", "decide"]
+__all__ = ["CUSTOM_BYTES_LIMIT", "Algorithm", "Call", "Decision", "Site", "Thresholds", "decide", "site_refusal"]
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -127,7 +127,7 @@ def decide(call: Call, site: Site, thresholds: Thresholds | None = None) -> Deci
     limits = thresholds or Thresholds()
     if call.capturing and not site.homogeneous:
         raise ValueError(NOT_CAPTURABLE)
-    refusal = _site_refusal(site) or _call_refusal(call, limits)
+    refusal = site_refusal(site) or _call_refusal(call, limits)
     if refusal is not None:
         return Decision(Algorithm.PLAIN, refusal)
     if not site.multicast:
@@ -144,7 +144,8 @@ def _local_below(ranks: int, limits: Thresholds) -> int:
     return limits.local_up_to_8 if ranks <= 8 else 0
 
 
-def _site_refusal(site: Site) -> str | None:
+def site_refusal(site: Site) -> str | None:
+    """Why no call on `site` takes the custom kernels; None if one may."""
     if site.refusal is not None:
         return site.refusal
     if site.ranks < 2:
