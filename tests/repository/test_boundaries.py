@@ -39,9 +39,11 @@ LIGHT_MODULES = (
     "vllm_fl.catalog",
     "vllm_fl.cli",
     "vllm_fl.config",
+    "vllm_fl.diagnostics",
     "vllm_fl.dispatch",
     "vllm_fl.integration",
     "vllm_fl.plugins",
+    "vllm_fl.profile",
     "vllm_fl_reference",
     "vllm_fl_reference.plugin",
 )
