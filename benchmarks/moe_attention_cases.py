@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
-from vllm_fl.flagos.kernels import fused_moe, moe_routing, moe_sum
-from vllm_fl.flagos.kernels.paged_attention import paged_attention
+from vllm_fl.flagos.kernels import fused_moe, moe_routing, moe_sum, paged_attention
 
 TOKENS = (1, 64, 256, 1024, 8192)
 #: model -> query heads, KV heads, head size
@@ -64,6 +64,8 @@ def attention(model: str, requests: int, length: int, query_len: int) -> Case:
             "flash-attn 3": lambda: flash_attention(*common, query_len, length, 3),
             "flash-attn 2": lambda: flash_attention(*common, query_len, length, 2),
         }
+        if query_len > 1 and size <= 128:
+            providers["flagos, one loop"] = lambda: with_one_loop(our_attention(*common, query_len))
         rows = torch.arange(len(query) - query_len, len(query), device=DEVICE)
         return providers, rows, expected_attention(query[rows], cache[table[-1].long()], length)
 
@@ -99,8 +101,18 @@ def our_attention(
     caches = cache.split(size, -1)
 
     def call() -> torch.Tensor:
-        paged_attention(query, *caches, table, lengths, starts, output, size**-0.5, query_len, decodes)
+        paged_attention.paged_attention(query, *caches, table, lengths, starts, output, size**-0.5, query_len, decodes)
         return output
+
+    return call
+
+
+def with_one_loop(attend: Call) -> Call:
+    """The same without a loop of its own for keys that all tokens see."""
+
+    def call() -> torch.Tensor:
+        with mock.patch.object(paged_attention, "_TWO_LOOPS", False):
+            return attend()
 
     return call
 

@@ -133,13 +133,14 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("what", [*LAYERS, *STEPS, "profiling", "quantised result"])
+@pytest.mark.parametrize("what", [*LAYERS, *STEPS, "batch invariance", "profiling", "quantised result"])
 def test_what_stays_with_vllm(attention: ModuleType, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     base = attention.TritonAttentionImpl
     monkeypatch.setattr(base, "forward", lambda self, *args: calls.append(args) or "vLLM's")
     monkeypatch.setattr(base, "do_kv_cache_update", lambda self, *args: calls.append(args))
     monkeypatch.setattr(attention, "paged_attention", lambda *args: pytest.fail("our kernel was called"))
+    monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", what == "batch invariance", raising=False)
     impl = make_impl(attention, **LAYERS.get(what, {}))
     metadata = make_builder(attention).build(0, common([1, 1], [9, 9]))
     for name, value in STEPS.get(what, {}).items():

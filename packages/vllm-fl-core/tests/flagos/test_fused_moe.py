@@ -129,10 +129,12 @@ def test_small_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "kind", "text"),
     [
-        ({"activation": "swiglu"}, NotImplementedError, f"activation: 'swiglu' is not one of {_names}")
-        for _names in [", ".join(fused_moe._ACTIVATIONS)]
-    ]
-    + [
+        (
+            {"activation": "swiglu"},
+            NotImplementedError,
+            "activation: 'swiglu' is not one of silu, gelu, gelu_tanh, swigluoai, silu_no_mul, gelu_no_mul,"
+            " gelu_tanh_no_mul, relu2_no_mul",
+        ),
         (
             {"apply_router_weight_on_input": True},
             ValueError,
@@ -143,8 +145,13 @@ def test_small_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             NotImplementedError,
             "w1: the last dimension has stride 2, expected 1",
         ),
+        (
+            {"w2": torch.zeros(8, 64, 32, device=DEVICE, dtype=torch.float16)},
+            NotImplementedError,
+            "w2: torch.float16, hidden_states torch.float32; they must be the same",
+        ),
     ],
-    ids=["activation", "router weight", "stride"],
+    ids=["activation", "router weight", "stride", "dtype"],
 )
 def test_refusals(device: str, changes: dict[str, Any], kind: type[Exception], text: str) -> None:
     names = list(CATALOG["fused_experts"].signature.parameters)

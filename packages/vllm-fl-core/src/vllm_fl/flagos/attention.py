@@ -1,7 +1,8 @@
 """Attention for vLLM on this project's paged kernel: vLLM's Triton backend with another forward.
 
 Backend, metadata and layer are thin subclasses of vLLM's own. What the kernel does not compute (ALiBi, quantised
-caches, encoders and cross-attention, bidirectional ranges, other masks) stays with vLLM's kernels, call by call.
+caches, encoders and cross-attention, bidirectional ranges, other masks, batch invariance) stays with vLLM's kernels,
+call by call.
 
 The kernel has a path for decodes and one for longer queries. The metadata says how many requests, the first ones of the
 batch, are decodes. Graphs that are captured for mixed batches (cudagraph mode FULL) take the second path for all, since
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from vllm import envs
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.triton_attn import (
@@ -78,6 +80,8 @@ class FlagosAttentionImpl(TritonAttentionImpl):
             and self.chunk_lookback < 0
             and self.kv_cache_dtype in _CACHE_DTYPES
             and self.head_size <= 256
+            # The number of splits, and so the order of sums, depends on the batch.
+            and not envs.VLLM_BATCH_INVARIANT
         )
         self._caches: tuple[Tensor, Tensor, Tensor] | None = None
 

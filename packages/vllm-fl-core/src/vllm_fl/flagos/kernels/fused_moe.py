@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .activation import activate
 from .common import multiprocessors, need_unit_stride, shared_memory
+from .launch import fast
 from .moe_align import moe_align_block_size
 from .moe_sum import sum_routes
 
@@ -94,6 +95,7 @@ def _single_block(ids, expert_map, num_experts, tiles, HAS_MAP: tl.constexpr):
     return block, tl.program_id(0) % tiles, tl.where(expert < num_experts, expert, -1)
 
 
+@fast
 @triton.jit(do_not_specialize=["routes"])
 def _grouped_product(
     x, weight, bias, out, scales, ids, expert_map, sorted_routes, block_experts, num_slots,
@@ -177,6 +179,9 @@ def fused_experts(
     for name, x in tensors.items():
         if x is not None:
             need_unit_stride(name, x)
+    for name, x in (("w1", w1), ("w2", w2)):
+        if x.dtype != hidden_states.dtype:
+            raise NotImplementedError(f"{name}: {x.dtype}, hidden_states {hidden_states.dtype}; they must be the same")
     tokens, choices = topk_ids.shape
     if apply_router_weight_on_input and choices != 1:
         raise ValueError(f"fused_experts: apply_router_weight_on_input needs topk 1, got topk_ids of {choices} columns")
@@ -189,7 +194,7 @@ def fused_experts(
     ids, scales = topk_ids.contiguous(), topk_weights.contiguous()
     routes = tokens * choices
     grouped = tokens > 1 and routes * _SPARSE > num_experts
-    first, second = tiles(routes, w1.shape[0], inner, hidden, hidden_states, is_grouped=grouped, is_gated=is_gated)
+    first, second = tiles(routes, num_experts, inner, hidden, hidden_states, is_grouped=grouped, is_gated=is_gated)
     groups: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     blocks = routes
     if grouped:
@@ -240,7 +245,7 @@ def tiles(
 
     Args:
         routes: tokens times choices.
-        experts: that are here.
+        experts: on all ranks, since `routes` are those to all of them.
         inner: columns of the first product.
         hidden: columns of the second one.
         like: a tensor of the inputs' dtype and device.

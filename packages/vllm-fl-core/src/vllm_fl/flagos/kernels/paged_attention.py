@@ -21,11 +21,15 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import multiprocessors, need_unit_stride, power_of_2, shared_memory
+from .launch import fast
 
 #: Splits of a decode's context at most.
 MAX_SPLITS = 16
 #: A multiprocessor runs about two programs of the decode kernel at once.
 _PROGRAMS_PER_MULTIPROCESSOR = 2
+#: Whether longer queries take the keys that all their tokens see in a loop of its own, without masks; with wide heads
+#: it would spill.
+_TWO_LOOPS = True
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -58,6 +62,46 @@ def _request_of_block(query_start_loc, block, first, requests, origin, BLOCK_Q: 
     return low - 1
 
 
+@triton.jit
+def _take_tile(
+    q, k_head, v_head, table, position, m, total, acc, start, high, factor, soft_cap,
+    stride_kb, stride_kn, stride_vb, stride_vn,
+    D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr, DECODE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Running maximum, sum and result after the keys from `start`; MASKED: some may be past the end, or not seen."""
+    at, d = start + tl.arange(0, TILE), tl.arange(0, D_PAD)
+    read = tl.full((TILE,), True, tl.int1)
+    if MASKED:
+        read = at < high
+    page = tl.load(table + at // PAGE, mask=read, other=0).to(tl.int64)
+    k_at = page * stride_kb + (at % PAGE) * stride_kn
+    k = tl.load(k_head + k_at[None, :] + d[:, None], mask=read[None, :] & (d < D)[:, None], other=0.0)
+    s = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
+    if SOFT_CAP:
+        # tanh(x) = 2 sigmoid(2 x) - 1
+        s = (2.0 * tl.sigmoid(2.0 * s * factor / (soft_cap * _LOG2E)) - 1.0) * (soft_cap * _LOG2E)
+        factor = 1.0
+    if MASKED:
+        keep = read[None, :]
+        if not DECODE:
+            keep = keep & (at[None, :] <= position[:, None])
+        if WINDOW > 0:
+            keep = keep & (at[None, :] > position[:, None] - WINDOW)
+        s = tl.where(keep, s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1) * factor)
+    m_safe = m_new
+    if MASKED:
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s * factor - m_safe[:, None])
+    alpha = tl.exp2(m - m_safe)
+    v_at = page * stride_vb + (at % PAGE) * stride_vn
+    v = tl.load(v_head + v_at[:, None] + d[None, :], mask=read[:, None] & (d < D)[None, :], other=0.0)
+    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
+    return m_new, total * alpha + tl.sum(p, 1), acc
+
+
+@fast
 @triton.jit(do_not_specialize=["first_request", "requests"])
 def _attend(
     query, key_cache, value_cache, block_table, seq_lens, query_start_loc, sinks, output, partial, maxima, sums,
@@ -66,7 +110,7 @@ def _attend(
     stride_bt,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_Q: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
-    DECODE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    DECODE: tl.constexpr, SPLITS: tl.constexpr, TWO_LOOPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows of a program are tokens times heads of the group; DECODE: request i has one token, which is token i."""
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -117,32 +161,23 @@ def _attend(
     table = block_table + request.to(tl.int64) * stride_bt
     k_head = key_cache + head * stride_kh
     v_head = value_cache + head * stride_vh
-    n = tl.arange(0, TILE)
-    for start in range(low, high, TILE):
-        at = start + n
-        inside = at < high
-        page = tl.load(table + at // PAGE, mask=inside, other=0).to(tl.int64)
-        k_at = page * stride_kb + (at % PAGE) * stride_kn
-        k = tl.load(k_head + k_at[None, :] + d[:, None], mask=inside[None, :] & in_head[:, None], other=0.0)
-        s = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * (scale * _LOG2E)
-        if SOFT_CAP:
-            # tanh(x) = 2 sigmoid(2 x) - 1
-            s = (2.0 * tl.sigmoid(2.0 * s / (soft_cap * _LOG2E)) - 1.0) * (soft_cap * _LOG2E)
-        keep = inside[None, :]
-        if not DECODE:
-            keep = keep & (at[None, :] <= position[:, None])
-        if WINDOW > 0:
-            keep = keep & (at[None, :] > position[:, None] - WINDOW)
-        s = tl.where(keep, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - m_safe[:, None])
-        alpha = tl.exp2(m - m_safe)
-        total = total * alpha + tl.sum(p, 1)
-        v_at = page * stride_vb + (at % PAGE) * stride_vn
-        v = tl.load(v_head + v_at[:, None] + d[None, :], mask=inside[:, None] & in_head[None, :], other=0.0)
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
-        m = m_new
+    factor = scale * _LOG2E
+    # Up to `seen` every token sees every key: no masks.
+    seen = low
+    if TWO_LOOPS:
+        seen = tl.maximum((context + first + 1) // TILE * TILE, 0)
+        for start in range(low, seen, TILE):
+            m, total, acc = _take_tile(
+                q, k_head, v_head, table, position, m, total, acc, start, high, factor, soft_cap,
+                stride_kb, stride_kn, stride_vb, stride_vn,
+                D, D_PAD, PAGE, TILE, WINDOW, SOFT_CAP, DECODE, False, PRECISION,
+            )  # fmt: skip
+    for start in range(seen, high, TILE):
+        m, total, acc = _take_tile(
+            q, k_head, v_head, table, position, m, total, acc, start, high, factor, soft_cap,
+            stride_kb, stride_kn, stride_vb, stride_vn,
+            D, D_PAD, PAGE, TILE, WINDOW, SOFT_CAP, DECODE, True, PRECISION,
+        )  # fmt: skip
     if SPLITS > 1:
         heads = tl.num_programs(1) * GROUP
         base = ((begin + token) * heads + h) * SPLITS + split
@@ -155,6 +190,7 @@ def _attend(
         tl.store(output + o_at, acc.to(output.dtype.element_ty), mask=mask)
 
 
+@fast
 @triton.jit
 def _join(
     partial, maxima, sums, output, stride_ot, stride_oh, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr
@@ -242,7 +278,7 @@ def paged_attention(
         splits, room = _splits(num_decodes, num_heads, kv_heads, shape["D_PAD"], scratch, query)
         _attend[(num_decodes, kv_heads, splits)](
             *tensors, *room, scale, soft_cap, 0, num_decodes, *strides, **shape,
-            BLOCK_Q=tile.rows // shape["GROUP_PAD"], TILE=tile.keys, DECODE=True, SPLITS=splits,
+            BLOCK_Q=tile.rows // shape["GROUP_PAD"], TILE=tile.keys, DECODE=True, SPLITS=splits, TWO_LOOPS=False,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if splits > 1:
@@ -254,11 +290,13 @@ def paged_attention(
         tile = _tile(max_query_len, shape["D_PAD"], shape["GROUP_PAD"], query)
         block_q = tile.rows // shape["GROUP_PAD"]
         rest = requests - num_decodes
+        two_loops = _TWO_LOOPS and not window and shape["D_PAD"] <= 128
         # Each request may end in a block that is not full.
         blocks = (query.shape[0] - num_decodes) // block_q + rest
         _attend[(blocks, kv_heads, 1)](
             *tensors, None, None, None, scale, soft_cap, num_decodes, rest, *strides, **shape,
-            BLOCK_Q=block_q, TILE=tile.keys, DECODE=False, SPLITS=1, num_warps=tile.warps, num_stages=tile.stages,
+            BLOCK_Q=block_q, TILE=tile.keys, DECODE=False, SPLITS=1, TWO_LOOPS=two_loops,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
 
