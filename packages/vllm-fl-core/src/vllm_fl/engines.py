@@ -55,10 +55,13 @@ class Engine:
             choice.
 
     Raises:
-        CommandError: vLLM is missing, or the engine does not start.
+        CommandError: vLLM is missing, the engine does not start, or `arguments` has an extension of its own.
     """
 
     def __init__(self, arguments: Mapping[str, Any], extension: str = "", *, in_process: bool = False) -> None:
+        if arguments.get("worker_extension_cls"):
+            remedy = "Leave --worker-extension-cls out: vLLM takes one, and it is this tool's."
+            raise CommandError("The workers have an extension already.", remedy, Exit.USAGE)
         require_vllm()
         self.model = str(arguments["model"])
         with _environment(in_process, is_local=Path(self.model).is_dir()):
@@ -152,7 +155,7 @@ def _environment(in_process: bool, is_local: bool) -> Iterator[None]:
         del wanted["HF_HUB_OFFLINE"]
     if in_process:
         wanted[IN_PROCESS] = "0"
-    wanted.setdefault("VLLM_LOGGING_LEVEL", os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
+    wanted["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from vllm_fl.cli.exits import CommandError, Exit
 from vllm_fl.config import ENVIRONMENT, get_settings, reset_settings
 from vllm_fl.dispatch import SelectionPolicy, get_policy, reset_default_manager, reset_global_policy
-from vllm_fl.engines import Workload
+from vllm_fl.engines import Engine, Workload
 from vllm_fl.errors import ConfigError
 from vllm_fl.policies import environment_of, from_plain, parse_policy, to_plain
 
@@ -127,6 +128,13 @@ def test_the_rest_of_the_users_file_stays(monkeypatch: pytest.MonkeyPatch) -> No
         assert yaml.safe_load(Path(os.environ["VLLM_FL_CONFIG"]).read_text())["log_level"] == "DEBUG"
     assert os.environ["VLLM_FL_CONFIG"] == "mine.yaml"
     assert get_policy().prefer == "vendor"
+
+
+def test_an_extension_of_the_user_is_refused() -> None:
+    with pytest.raises(CommandError) as caught:
+        Engine({"model": "some/model", "worker_extension_cls": "a.B"}, "c.D")
+    assert caught.value.code == Exit.USAGE
+    assert caught.value.message == "The workers have an extension already."
 
 
 def test_workloads_repeat_and_differ() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,8 +15,11 @@ if TYPE_CHECKING:
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on standard output; sets become sorted lists, paths and the like text."""
-    sys.stdout.write(json.dumps(document, indent=2, default=_plain) + "\n")
+    """One JSON document on standard output.
+
+    Sets become sorted lists; paths and the like, and numbers that JSON does not know (``inf``, ``nan``), become text.
+    """
+    sys.stdout.write(json.dumps(_finite(document), indent=2, default=_plain, allow_nan=False) + "\n")
 
 
 def console() -> Console:
@@ -22,7 +27,7 @@ def console() -> Console:
     from rich.console import Console
 
     made = Console(highlight=False, soft_wrap=False)
-    if not made.is_terminal and "COLUMNS" not in made._environ:
+    if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = 160
     return made
 
@@ -43,6 +48,14 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], rig
 def examples(*lines: str) -> str:
     """An epilog of a command's help that shows how it is called."""
     return "\n\n".join(["[bold]Examples[/bold]", *(f"$ vllm-fl {line.replace('[', chr(92) + '[')}" for line in lines)])
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def _plain(value: Any) -> Any:

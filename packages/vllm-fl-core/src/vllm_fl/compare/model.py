@@ -207,8 +207,8 @@ def _operators(shadows: Iterable[Mapping[str, Any]]) -> Iterable[OperatorDiffere
                 second=pairing["second"],
                 calls=pairing["calls"],
                 outside=pairing["outside"],
-                max_abs=float(pairing["max_abs"]),
-                max_ulp=float(pairing["max_ulp"]),
+                max_abs=pairing["max_abs"],
+                max_ulp=pairing["max_ulp"],
                 failed=pairing["failed"],
                 order=start["order"] if start else None,
                 step=start["step"] if start else None,
@@ -228,7 +228,7 @@ def _layers(results: Iterable[Mapping[str, Any]]) -> Iterable[LayerDifference]:
             key = (result["rank"], layer["module"])
             known = found.get(key)
             if not layer["within"] and (known is None or known.step == layer["step"]):
-                worst = max(float(layer["max_abs"]), known.max_abs if known else 0.0)
+                worst = max(layer["max_abs"], known.max_abs if known else 0.0)
                 sizes = (layer["outside"], layer["entries"]) if known is None else (known.outside, known.entries)
                 found[key] = LayerDifference(layer["module"], result["rank"], layer["step"], worst, *sizes)
     return sorted(found.values(), key=lambda layer: (layer.step, order[layer.module], layer.rank))

@@ -56,7 +56,7 @@ class Pairing:
             {"order": order, "step": place.step, "module": place.module, "shown": str(difference)}
             for order, place, difference in self.kept
         ]
-        return {**vars(self), "max_abs": str(self.max_abs), "max_ulp": str(self.max_ulp), "kept": kept}
+        return {**vars(self), "kept": kept}
 
 
 class Shadow:

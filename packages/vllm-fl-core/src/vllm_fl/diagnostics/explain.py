@@ -90,14 +90,14 @@ def explain(
         ConfigError: the configuration is wrong.
     """
     manager = manager or get_default_manager()
+    selection = manager.selection(op_name)
     if not shape and dtype is None and device is None:
-        return _explanation(manager, manager.selection(op_name))
-    spec = manager.registry.spec(op_name) if manager.selection(op_name) else None
+        return _explanation(manager, selection)
+    spec = manager.registry.spec(op_name)
     if spec is None:
         raise ArgumentError(f"{op_name} has no specification, so that nothing is known about its arguments")
     torch_dtype = parse_dtype(dtype or spec.dtypes[0])
     case = make_case(spec, parse_shapes(shape), torch_dtype, device or "cpu")
-    selection = manager.selection(op_name)
     refusals = {
         candidate.impl.impl_id: Link(candidate.impl, index, spec).refusal(case.args, case.kwargs)
         for index, candidate in enumerate(selection.accepted)

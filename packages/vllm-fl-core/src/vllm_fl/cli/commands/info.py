@@ -41,8 +41,10 @@ def info(
             _live(live, as_json)
             return
         from vllm_fl.diagnostics import collect_info
+        from vllm_fl.quickstart.progress import Reporter
 
-        found = collect_info()
+        with Reporter(silent=as_json).step("Look at what is installed"):
+            found = collect_info()
         if as_json:
             print_json(found.as_dict())
         else:
