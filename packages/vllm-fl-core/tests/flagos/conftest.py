@@ -2,8 +2,8 @@
 
 A test that asks for the fixture `device` launches kernels. Without an accelerator only the interpreter can do that, and
 the interpreter must be chosen (TRITON_INTERPRET=1) before anything imports Triton. All such tests of a session
-therefore run in one child process, whose reports become the reports of this one. With TRITON_INTERPRET=1 set by the
-caller they run here.
+therefore run in one child process, whose reports become the reports of this one. The workers of pytest-xdist share it:
+the first one that needs it starts it, with as many workers. With TRITON_INTERPRET=1 set by the caller they run here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from kernel_inputs import DEVICE, INTERPRETED
 
 FOLDER = Path(__file__).parent
@@ -72,24 +73,40 @@ def _reports_of_child(session: pytest.Session) -> dict[str, list[dict[str, Any]]
     """nodeid -> reports of every test that belongs to the child; it runs when the first of them is due."""
     root = session.config.rootpath
     if root not in _children:
-        names = [item.nodeid for item in session.items if _belongs_to_child(item)]
-        target = Path(str(session.config._tmp_path_factory.mktemp("kernels"))) / "reports.jsonl"  # type: ignore[attr-defined]
-        arguments = target.with_name("arguments.txt")
-        arguments.write_text("\n".join(names), encoding="utf-8")
-        command = [sys.executable, "-m", "pytest", "-q", "-o", f"cache_dir={target.parent}", f"@{arguments}"]
-        environment = {**os.environ, "TRITON_INTERPRET": "1", REPORTS: str(target)}
-        environment.pop("PYTEST_XDIST_WORKER", None)
-        with open(target.with_name("output.txt"), "w+", encoding="utf-8") as output:
-            try:
-                subprocess.run(
-                    command, cwd=root, env=environment, stdout=output, stderr=output, timeout=CHILD_TIMEOUT, check=False
-                )
-            except subprocess.TimeoutExpired:
-                output.write(f"\nstopped after {CHILD_TIMEOUT} s")
-            output.seek(0)
-            _children_output["text"] = output.read()[-4000:]
-        _children[root] = _read(target)
+        folder = _folder_of_run(session.config)
+        output = folder / "output.txt"
+        with FileLock(folder / "lock"):
+            if not output.exists():
+                _run_child([item.nodeid for item in session.items if _belongs_to_child(item)], root, output)
+        _children_output["text"] = output.read_text(encoding="utf-8")[-4000:]
+        _children[root] = _read(output.with_name("reports.jsonl"))
     return _children[root]
+
+
+def _folder_of_run(config: pytest.Config) -> Path:
+    """A folder that all workers of this run share."""
+    base = Path(config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
+    folder = (base.parent if hasattr(config, "workerinput") else base) / "kernels"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _run_child(names: list[str], root: Path, output: Path) -> None:
+    arguments = output.with_name("arguments.txt")
+    arguments.write_text("\n".join(names), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-o", f"cache_dir={output.parent}", f"@{arguments}"]
+    workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
+    if workers is not None:
+        command += ["-n", workers, "--dist", "loadfile"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", REPORTS: str(output.with_name("reports.jsonl"))}
+    environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_XDIST_")}
+    with open(output, "w", encoding="utf-8") as file:
+        try:
+            subprocess.run(
+                command, cwd=root, env=environment, stdout=file, stderr=file, timeout=CHILD_TIMEOUT, check=False
+            )
+        except subprocess.TimeoutExpired:
+            file.write(f"\nstopped after {CHILD_TIMEOUT} s")
 
 
 def _read(target: Path) -> dict[str, list[dict[str, Any]]]:
@@ -110,11 +127,12 @@ class _Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+        data.pop("node", None)  # pytest-xdist's worker
         with open(self.target, "a", encoding="utf-8") as file:
             file.write(json.dumps(data) + "\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     target = os.environ.get(REPORTS)
-    if target:
+    if target and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Recorder(config, target), "flagos-recorder")

@@ -54,7 +54,7 @@ UNGROUPED = [
 ]
 
 
-@pytest.mark.parametrize("case", cases("fused_experts", torch.float32))
+@pytest.mark.parametrize("case", [c for c in cases("fused_experts", torch.float32) if DEVICE != "cpu" or c != "large"])
 def test_experts(device: str, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     monkeypatch.setattr(fused_moe, "_SPARSE", 10**6)
     check(fused_experts, "fused_experts", *cases("fused_experts", torch.float32)[case].args)
@@ -77,9 +77,9 @@ def test_tiles_and_bands(device: str, monkeypatch: pytest.MonkeyPatch, tile: tup
     """Several blocks an expert, bands that the blocks do not fill, tiles that the columns do not fill."""
     monkeypatch.setattr(fused_moe, "tiles", lambda *args, **options: (Tile(*tile), Tile(*tile)))
     make = maker()
-    ids = torch.cat([make.integers(0, 3, 90, 2), make.integers(3, 40, 10, 2)])
-    w1, w2 = make.normal(40, 2 * 40, 72, scale=72**-0.5), make.normal(40, 72, 40, scale=40**-0.5)
-    check(fused_experts, "fused_experts", make.normal(100, 72), w1, w2, make.uniform(0.1, 1.0, 100, 2), ids)
+    ids = torch.cat([make.integers(0, 2, 62, 2), make.integers(2, 12, 5, 2)])
+    w1, w2 = make.normal(12, 2 * 40, 72, scale=72**-0.5), make.normal(12, 72, 40, scale=40**-0.5)
+    check(fused_experts, "fused_experts", make.normal(67, 72), w1, w2, make.uniform(0.1, 1.0, 67, 2), ids)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
