@@ -133,10 +133,11 @@ def engine_arguments(model: str, extra: Sequence[str]) -> dict[str, Any]:
             raise CommandError(f"vLLM does not take these arguments: {message}.", remedy, Exit.USAGE)
 
     parser = EngineArgs.add_cli_args(Parser(prog="vllm", add_help=False))
-    parsed = EngineArgs.from_cli_args(parser.parse_args(["--model", model, *extra]))
-    default = EngineArgs(model=model)
+    parsed, default = (
+        vars(EngineArgs.from_cli_args(parser.parse_args(["--model", model, *given]))) for given in (extra, ())
+    )
     # What is not the default alone: LLM has defaults of its own.
-    return {k: v for k, v in vars(parsed).items() if k == "model" or v != getattr(default, k)}
+    return {name: value for name, value in parsed.items() if name == "model" or value != default[name]}
 
 
 def model_directory(model: str, reporter: Any) -> str:

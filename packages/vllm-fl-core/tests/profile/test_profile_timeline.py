@@ -107,14 +107,26 @@ def test_two_ranks_are_added() -> None:
 
 
 def test_kernels_of_a_graph_belong_to_the_chosen_implementation() -> None:
-    names = KernelNames(ours=frozenset({"_rms_norm"}))
-    kernels = [("_rms_norm", 3.0), ("_rms_norm", 1.0), ("nvjet_x", 4.0), ("void at::native::fill()", 2.0)]
-    rows = rows_of_coverage(coverage(kernels, names), {"rms_norm": "flagos.triton"})
-    assert rows == (
-        Row("", "matrix products", "cuBLAS/cuDNN", 1, 4.0, 0.4),
-        Row("rms_norm", "flagos.triton", "vllm-fl Triton", 2, 4.0, 0.4),
-        Row("", "kernels of PyTorch", "PyTorch", 1, 2.0, 0.2),
-    )
+    names = KernelNames(ours=frozenset({"_rms_norm"}), vllm=frozenset({"_topk_topp_kernel"}))
+    kernels = [
+        ("_rms_norm", 3.0),
+        ("_rms_norm", 2.0),
+        ("nvjet_x", 4.0),
+        ("void vllm::moe_sum()", 2.0),
+        ("void at::native::fill()", 1.5),
+        ("_topk_topp_kernel", 1.0),
+    ]
+    chosen = {"rms_norm": "reference.torch", "moe_sum": "vendor.acme", "apply_top_k_top_p": "flagos.triton"}
+    assert [
+        (r.operator, r.implementation, r.provider, r.calls, r.time_us)
+        for r in rows_of_coverage(coverage(kernels, names), chosen)
+    ] == [
+        ("rms_norm", "flagos.triton", "vllm-fl Triton", 2, 5.0),
+        ("", "matrix products", "cuBLAS/cuDNN", 1, 4.0),
+        ("moe_sum", "vendor.acme", "vLLM C++", 1, 2.0),
+        ("", "kernels of PyTorch", "PyTorch", 1, 1.5),
+        ("apply_top_k_top_p", "kernels of vLLM Triton", "vLLM Triton", 1, 1.0),  # vLLM's own sampler
+    ]
 
 
 def test_side_by_side() -> None:

@@ -21,8 +21,8 @@ from .kernel_names import KernelNames, installed_kernel_names
 from .providers import TRITON, Provider, Verdict, is_matrix_product, operator_of, provider_of
 from .trace import DeviceEvent, Served, Trace, device_events, read_trace
 
-#: The implementation whose kernels are FlagGems', where a name alone would not tell.
-_IMPLEMENTATIONS = {"flagos.triton": Provider.OURS, "flagos.flaggems": Provider.FLAGGEMS}
+#: Implementations whose kernels one provider has.
+IMPLEMENTATIONS = {"flagos.triton": Provider.OURS, "flagos.flaggems": Provider.FLAGGEMS}
 #: Providers whose kernels compute no operator of the catalogue, whatever their names resemble.
 _NO_OPERATOR = frozenset(
     {Provider.INDUCTOR, Provider.BLAS, Provider.PYTORCH, Provider.COMMUNICATION, Provider.COPIES, Provider.OTHER}
@@ -187,7 +187,7 @@ def coverage_of(events: Iterable[DeviceEvent], names: KernelNames | None = None)
 def _judge(name: str, is_copy: bool, served: Served | None, durations: list[float], names: KernelNames) -> KernelUse:
     verdict = provider_of(name, names, is_copy)
     if verdict.others and served is not None:
-        launcher = _IMPLEMENTATIONS.get(served.implementation)
+        launcher = IMPLEMENTATIONS.get(served.implementation)
         verdict = Verdict(launcher if launcher in verdict.others else verdict.provider)
     provider = verdict.provider
     operator = None if provider in _NO_OPERATOR else operator_of(name)

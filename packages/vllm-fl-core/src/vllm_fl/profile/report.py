@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from .coverage import Coverage
+from .coverage import IMPLEMENTATIONS, Coverage
 from .providers import Provider
 from .timeline import MODEL, OUTSIDE, Owner, Timeline
 
@@ -114,12 +114,18 @@ def _labels(owner: Owner, selection: Mapping[str, str]) -> tuple[str, str, str]:
 
 
 def rows_of_coverage(coverage: Coverage, selection: Mapping[str, str]) -> tuple[Row, ...]:
-    """The shares of the device; a kernel that a graph launched belongs to the implementation that is chosen."""
+    """The shares of the device.
+
+    A kernel that a graph launched belongs to the implementation that its provider has, else to the one that is chosen
+    for its operator, unless that one has other kernels: then vLLM computes the operator by itself.
+    """
+    own = {provider: implementation for implementation, provider in IMPLEMENTATIONS.items()}
     times: dict[tuple[str, str, str], float] = defaultdict(float)
     calls: dict[tuple[str, str, str], int] = defaultdict(int)
     for kernel in coverage.kernels:
         operator = kernel.operator or ""
-        named = kernel.implementation or selection.get(operator)
+        chosen = selection.get(operator)
+        named = kernel.implementation or own.get(kernel.provider) or (None if chosen in IMPLEMENTATIONS else chosen)
         key = (operator, named or _group(kernel.provider, kernel.matrix_product), kernel.provider.value)
         times[key] += kernel.time_us
         calls[key] += kernel.calls
