@@ -266,7 +266,7 @@ _DELTA_RULE = [
         ("sm_80", "gfx942"),
         variants=2,
         # Operands of Ampere's products take registers, which those of Hopper and CDNA do not.
-        spills={"_prepare": {"sm_80": 64}, "_advance": {"sm_80": 112}},
+        spills={"_prepare": {"sm_80": 160}, "_advance": {"sm_80": 112}},
     ),
     Case("chunk_gated_delta_rule float32", partial(_delta_rule, step=False, dtype=torch.float32), ("sm_90", "gfx942")),
 ]

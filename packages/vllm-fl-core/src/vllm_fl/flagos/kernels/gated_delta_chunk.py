@@ -45,12 +45,13 @@ def _inverse(a, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRODUCT: tl.constexpr)
     ``[[D, 0], [E, F]]^-1 = [[D^-1, 0], [-F^-1 E D^-1, F^-1]]``, for all pairs of neighbouring blocks in one product.
     """
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    apart = row ^ column  # 2**n to 2**(n + 1) - 1 in the blocks E of size 2**n (and opposite, where `a` is 0)
-    x = tl.where(row == column, 1.0, tl.where(apart == 1, -a, 0.0))
+    x = tl.where(row == column, 1.0, tl.where((row ^ column) == 1, -a, 0.0))
+    a = a.to(PRODUCT)
     for level in range(1, LEVELS):
-        between = tl.where((apart >> level) == 1, a, 0.0).to(PRODUCT)
+        # Where the numbers of the blocks of 2**level differ in the last bit: in E, and opposite, where `a` is 0.
+        below = tl.where(((row >> level) ^ (column >> level)) == 1, a, 0.0)
         known = x.to(PRODUCT)
-        left = tl.dot(known, between).to(PRODUCT)
+        left = tl.dot(known, below).to(PRODUCT)
         x -= tl.dot(left, known)
     return x
 
@@ -87,18 +88,18 @@ def _prepare(
             strength = tl.load(beta + token * b_token + head * b_head, mask=i < rows, other=0.0).to(tl.float32)
             key = _rows(k + head // GROUP * k_head, first, rows, KEY_DIM, K_TOKEN, SIZE, KEY)
             query = _rows(q + head // GROUP * q_head, first, rows, KEY_DIM, Q_TOKEN, SIZE, KEY).to(key.dtype)
+            query_scale = tl.zeros((SIZE,), tl.float32) + scale
+            if L2NORM:
+                wide = query.to(tl.float32)
+                query_scale *= tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
             earlier = i[:, None] > i[None, :]
             since_start = tl.cumsum(decay, 0)
             until_end = tl.sum(decay, 0) - since_start
             between = since_start[:, None] - since_start[None, :]
             alike = tl.dot(key, tl.trans(key))
-            asked = tl.dot(query, tl.trans(key))
             key_scale = tl.full((SIZE,), 1.0, tl.float32)
-            query_scale = tl.zeros((SIZE,), tl.float32) + scale
             if L2NORM:
                 key_scale *= tl.rsqrt(tl.sum(tl.where(i[:, None] == i[None, :], alike, 0.0), 1) + 1e-6)
-                wide = query.to(tl.float32)
-                query_scale *= tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
 
             item = piece.to(tl.int64) * HEADS + head
             row = scales + item * (4 * SIZE) + i
@@ -108,9 +109,9 @@ def _prepare(
             tl.store(row + 3 * SIZE, tl.zeros((SIZE,), tl.float32) + tl.exp(tl.sum(decay, 0)))
             weight = tl.exp(tl.where(i[:, None] >= i[None, :], between, float("-inf"))) * key_scale[None, :]
             square = i[:, None] * SIZE + i[None, :]
-            asked *= query_scale[:, None] * weight
-            tl.store(pairs + item * (SIZE * SIZE) + square, asked.to(pairs.dtype.element_ty))
             alike = tl.where(earlier, alike * (key_scale * strength)[:, None] * weight, 0.0)
+            asked = tl.dot(query, tl.trans(key)) * query_scale[:, None] * weight
+            tl.store(pairs + item * (SIZE * SIZE) + square, asked.to(pairs.dtype.element_ty))
             system = _inverse(alike, SIZE, LEVELS, PRODUCT) * strength[None, :]
             tl.store(systems + item * (SIZE * SIZE) + square, system.to(systems.dtype.element_ty))
 
