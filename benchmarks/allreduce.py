@@ -215,7 +215,7 @@ def host_cost(out: Path | None) -> int:
     communicator = Communicator.create(library, library.unique_id(), 0, 1, "one")
     buffer = (ctypes.c_float * 2)()
     address, calls = ctypes.addressof(buffer), 20_000
-    names = {"c": communicator, "a": address, "d": DataType.FLOAT32, "o": Reduction.SUM}
+    names = {"c": communicator, "a": address, "d": int(DataType.FLOAT32), "o": int(Reduction.SUM)}
     timer = timeit.Timer("c.all_reduce(a, a, 2, d, o, 0)", globals=names)
     best = min(timer.repeat(15, calls)) / calls * 1e6
     communicator.destroy()

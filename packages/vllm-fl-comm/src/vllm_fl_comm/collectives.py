@@ -14,19 +14,21 @@ from .policy import Call, Decision, Site, Thresholds, decide
 
 __all__ = ["TensorCommunicator"]
 
-#: What can be reduced. Everything else can still be moved, as bytes.
+#: What can be reduced -> flagcxDataType_t, as plain integers, which ctypes converts in less time than an enum's.
+#: Everything else can still be moved, as bytes.
 _REDUCIBLE = {
-    torch.int8: DataType.INT8,
-    torch.uint8: DataType.UINT8,
-    torch.int32: DataType.INT32,
-    torch.uint32: DataType.UINT32,
-    torch.int64: DataType.INT64,
-    torch.uint64: DataType.UINT64,
-    torch.float16: DataType.FLOAT16,
-    torch.float32: DataType.FLOAT32,
-    torch.float64: DataType.FLOAT64,
-    torch.bfloat16: DataType.BFLOAT16,
+    torch.int8: int(DataType.INT8),
+    torch.uint8: int(DataType.UINT8),
+    torch.int32: int(DataType.INT32),
+    torch.uint32: int(DataType.UINT32),
+    torch.int64: int(DataType.INT64),
+    torch.uint64: int(DataType.UINT64),
+    torch.float16: int(DataType.FLOAT16),
+    torch.float32: int(DataType.FLOAT32),
+    torch.float64: int(DataType.FLOAT64),
+    torch.bfloat16: int(DataType.BFLOAT16),
 }
+_SUM, _MAX, _BYTES = int(Reduction.SUM), int(Reduction.MAX), int(DataType.UINT8)
 #: Site on which nothing but the call itself speaks against FlagCX's kernels.
 _ABLE = Site(ranks=2)
 
@@ -58,7 +60,7 @@ class TensorCommunicator:
         self.communicator, self.stream = communicator, stream
         self.rank, self.size = communicator.rank, communicator.size
         self.site, self.thresholds, self.diverts = site, thresholds, diverts
-        self._decisions: dict[tuple[int, DataType, Reduction], bool] = {}
+        self._decisions: dict[tuple[int, int, int], bool] = {}
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, of the shape and dtype of `tensor`; of bools, whether any is true."""
@@ -75,7 +77,7 @@ class TensorCommunicator:
     def decision(self, tensor: torch.Tensor) -> Decision:
         """How :meth:`all_reduce` of `tensor` is done, and why."""
         dtype, op = self._reduction("all_reduce", tensor)
-        return decide(Call(tensor.numel(), dtype, op), self.site, self.thresholds)
+        return decide(Call(tensor.numel(), DataType(dtype), Reduction(op)), self.site, self.thresholds)
 
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Every rank's `tensor`, joined along `dim`."""
@@ -133,9 +135,7 @@ class TensorCommunicator:
         shape = (self.size, *source.shape) if is_root else (0,)
         result = torch.empty(shape, dtype=source.dtype, device=source.device)
         if source.nbytes:
-            self.communicator.gather(
-                source.data_ptr(), result.data_ptr(), source.nbytes, DataType.UINT8, root, self.stream()
-            )
+            self.communicator.gather(source.data_ptr(), result.data_ptr(), source.nbytes, _BYTES, root, self.stream())
         return _join(result, tensor.shape, dim) if is_root else None
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
@@ -143,7 +143,7 @@ class TensorCommunicator:
         if tensor.nbytes:
             buffer = tensor.contiguous()
             address = buffer.data_ptr()
-            self.communicator.broadcast(address, address, buffer.nbytes, DataType.UINT8, root, self.stream())
+            self.communicator.broadcast(address, address, buffer.nbytes, _BYTES, root, self.stream())
             if buffer is not tensor:
                 tensor.copy_(buffer)
         return tensor
@@ -152,12 +152,12 @@ class TensorCommunicator:
         """Send `tensor` to the rank `peer`."""
         source = tensor.contiguous()
         if source.nbytes:
-            self.communicator.send(source.data_ptr(), source.nbytes, DataType.UINT8, peer, self.stream())
+            self.communicator.send(source.data_ptr(), source.nbytes, _BYTES, peer, self.stream())
 
     def receive(self, tensor: torch.Tensor, peer: int) -> torch.Tensor:
         """Overwrite the contiguous `tensor` with what the rank `peer` sends, and return it."""
         if tensor.nbytes:
-            self.communicator.recv(tensor.data_ptr(), tensor.nbytes, DataType.UINT8, peer, self.stream())
+            self.communicator.recv(tensor.data_ptr(), tensor.nbytes, _BYTES, peer, self.stream())
         return tensor
 
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
@@ -179,24 +179,20 @@ class TensorCommunicator:
         source = tensor.contiguous()
         result = torch.empty((self.size, *source.shape), dtype=source.dtype, device=source.device)
         if source.nbytes:
-            self.communicator.all_gather(
-                source.data_ptr(), result.data_ptr(), source.nbytes, DataType.UINT8, self.stream()
-            )
+            self.communicator.all_gather(source.data_ptr(), result.data_ptr(), source.nbytes, _BYTES, self.stream())
         return result
 
     def _gather_rows(self, source: torch.Tensor, result: torch.Tensor, rows: list[int], alike: bool) -> None:
         stream = self.stream()
         if alike:
             if source.nbytes:
-                self.communicator.all_gather(
-                    source.data_ptr(), result.data_ptr(), source.nbytes, DataType.UINT8, stream
-                )
+                self.communicator.all_gather(source.data_ptr(), result.data_ptr(), source.nbytes, _BYTES, stream)
             return
         row_bytes = result.nbytes // result.shape[0] if result.shape[0] else 0
         address = result.data_ptr()
         for root, count in enumerate(rows):
             if count * row_bytes:
-                self.communicator.broadcast(source.data_ptr(), address, count * row_bytes, DataType.UINT8, root, stream)
+                self.communicator.broadcast(source.data_ptr(), address, count * row_bytes, _BYTES, root, stream)
             address += count * row_bytes
 
     def _shares(self, rows: int, sizes: list[int] | None) -> list[int]:
@@ -211,28 +207,28 @@ class TensorCommunicator:
         return sizes
 
     @staticmethod
-    def _reduction(operation: str, tensor: torch.Tensor) -> tuple[DataType, Reduction]:
+    def _reduction(operation: str, tensor: torch.Tensor) -> tuple[int, int]:
         dtype = _REDUCIBLE.get(tensor.dtype)
         if dtype is not None:
-            return dtype, Reduction.SUM
+            return dtype, _SUM
         if tensor.dtype == torch.bool:
-            return DataType.UINT8, Reduction.MAX
+            return _BYTES, _MAX
         known = ", ".join(str(entry).removeprefix("torch.") for entry in _REDUCIBLE)
         raise CommunicationError(
             f"{operation} of {tensor.dtype}: FlagCX can add up {known}, and bool; convert the tensor, or gather it"
         )
 
-    def _must_avoid(self, count: int, dtype: DataType, op: Reduction) -> bool:
+    def _must_avoid(self, count: int, dtype: int, op: int) -> bool:
         """Whether FlagCX would take its kernels, at least on one rank, where the agreement or the threshold says no."""
         key = (count, dtype, op)
         avoid = self._decisions.get(key)
         if avoid is None:
-            call = Call(count, dtype, op)
+            call = Call(count, DataType(dtype), Reduction(op))
             wanted = decide(call, self.site, self.thresholds).is_custom
             avoid = self._decisions[key] = not wanted and decide(call, _ABLE).is_custom
         return avoid
 
-    def _in_two_steps(self, source: torch.Tensor, count: int, dtype: DataType, op: Reduction) -> torch.Tensor:
+    def _in_two_steps(self, source: torch.Tensor, count: int, dtype: int, op: int) -> torch.Tensor:
         """All-reduce as reduce-scatter and all-gather, which never enter FlagCX's kernels."""
         share = -(-count // self.size)
         flat = source.view(-1)
@@ -242,7 +238,7 @@ class TensorCommunicator:
         whole = torch.empty(share * self.size, dtype=source.dtype, device=source.device)
         stream = self.stream()
         self.communicator.reduce_scatter(flat.data_ptr(), part.data_ptr(), share, dtype, op, stream)
-        self.communicator.all_gather(part.data_ptr(), whole.data_ptr(), part.nbytes, DataType.UINT8, stream)
+        self.communicator.all_gather(part.data_ptr(), whole.data_ptr(), part.nbytes, _BYTES, stream)
         return whole[:count].view(source.shape)
 
 

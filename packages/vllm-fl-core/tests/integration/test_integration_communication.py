@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from vllm_fl import integration
 from vllm_fl.integration import communication
 from vllm_fl.integration.platform import FLPlatform
 from vllm_fl.plugins import CommunicatorPlugin, communicators
@@ -69,6 +70,22 @@ def test_without_a_backend_of_its_own_the_platforms_stays(install: Callable[...,
     platform = SimpleNamespace(device_type="npu", dist_backend="own")
     communication.prepare(platform)
     assert platform.dist_backend == "own"
+
+
+def test_a_variable_without_effect_draws_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(integration, "_warned", set())
+    monkeypatch.setattr("logging.Logger.warning", lambda self, text, *args: lines.append(text % args))
+    monkeypatch.delenv("FLAGCX_PATH", raising=False)
+    integration._warn_of_unused_communicator(SimpleNamespace())
+    assert lines == []
+    monkeypatch.setenv("FLAGCX_PATH", "/opt/flagcx")
+    for _ in range(2):
+        integration._warn_of_unused_communicator(SimpleNamespace())
+    assert lines == [
+        "environment variable FLAGCX_PATH has no effect: vLLM runs on its own platform SimpleNamespace, with its own"
+        " communicator; install the distribution of this device (such as vllm-fl-nvidia), or unset the variable"
+    ]
 
 
 def test_its_kv_connectors_are_known_to_vllm(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

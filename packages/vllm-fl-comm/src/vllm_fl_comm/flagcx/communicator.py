@@ -15,7 +15,7 @@ from vllm_fl.logging import get_logger
 from vllm_fl_comm.errors import CommunicationError
 from vllm_fl_comm.peers import Peer
 
-from .abi import DataType, DeviceCommRequirements, Reduction, UniqueId
+from .abi import DeviceCommRequirements, UniqueId
 from .library import Library
 from .streams import stream_box
 
@@ -40,6 +40,7 @@ class Pending(NamedTuple):
 class Communicator:
     """A rank's handle of a communicator. Buffers and streams are addresses; counts are in elements.
 
+    Data types and reductions are :class:`~.abi.DataType` and :class:`~.abi.Reduction`, or their numbers.
     On a device whose streams are asynchronous a method returns when the operation is queued, as with any such library.
     Make one with :meth:`create`; not for use by two threads at a time.
 
@@ -108,7 +109,7 @@ class Communicator:
 
     # --- collectives ---
 
-    def all_reduce(self, send: int, recv: int, count: int, dtype: DataType, op: Reduction, stream: int) -> None:
+    def all_reduce(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None:
         """Reduce `count` elements over all ranks into `recv` of every rank."""
         # Written out, since this is the one that is called for every layer: see benchmarks/allreduce.py --host-cost.
         if self._unusable is not None:
@@ -119,31 +120,31 @@ class Communicator:
         if code or self._unusable is not None:
             self._settle("flagcxAllReduce", code)
 
-    def reduce(self, send: int, recv: int, count: int, dtype: DataType, op: Reduction, root: int, stream: int) -> None:
+    def reduce(self, send: int, recv: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
         """Reduce `count` elements over all ranks into `recv` of `root`."""
         self._call("flagcxReduce", "reduce", count, send, recv, count, dtype, op, root, stream=stream)
 
-    def reduce_scatter(self, send: int, recv: int, count: int, dtype: DataType, op: Reduction, stream: int) -> None:
+    def reduce_scatter(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None:
         """Reduce ``size * count`` elements over all ranks; rank r keeps the r-th `count` of them."""
         self._call("flagcxReduceScatter", "reduce_scatter", count, send, recv, count, dtype, op, stream=stream)
 
-    def all_gather(self, send: int, recv: int, count: int, dtype: DataType, stream: int) -> None:
+    def all_gather(self, send: int, recv: int, count: int, dtype: int, stream: int) -> None:
         """Gather `count` elements of every rank, in the order of ranks, into `recv` of every rank."""
         self._call("flagcxAllGather", "all_gather", count, send, recv, count, dtype, stream=stream)
 
-    def broadcast(self, send: int, recv: int, count: int, dtype: DataType, root: int, stream: int) -> None:
+    def broadcast(self, send: int, recv: int, count: int, dtype: int, root: int, stream: int) -> None:
         """Copy `count` elements of `root`'s `send` into `recv` of every rank; `send` of the others is not read."""
         self._call("flagcxBroadcast", "broadcast", count, send, recv, count, dtype, root, stream=stream)
 
-    def gather(self, send: int, recv: int, count: int, dtype: DataType, root: int, stream: int) -> None:
+    def gather(self, send: int, recv: int, count: int, dtype: int, root: int, stream: int) -> None:
         """Gather `count` elements of every rank into `recv` of `root`; `recv` of the others is not written."""
         self._call("flagcxGather", "gather", count, send, recv, count, dtype, root, stream=stream)
 
-    def send(self, buffer: int, count: int, dtype: DataType, peer: int, stream: int) -> None:
+    def send(self, buffer: int, count: int, dtype: int, peer: int, stream: int) -> None:
         """Send `count` elements to the rank `peer`, which has to receive them."""
         self._call("flagcxSend", f"send to rank {peer}", count, buffer, count, dtype, peer, stream=stream)
 
-    def recv(self, buffer: int, count: int, dtype: DataType, peer: int, stream: int) -> None:
+    def recv(self, buffer: int, count: int, dtype: int, peer: int, stream: int) -> None:
         """Receive `count` elements that the rank `peer` sends."""
         self._call("flagcxRecv", f"receive from rank {peer}", count, buffer, count, dtype, peer, stream=stream)
 

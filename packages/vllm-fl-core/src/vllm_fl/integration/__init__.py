@@ -85,6 +85,7 @@ def general_plugin() -> None:
     if not isinstance(current_platform, FLPlatform):
         compat.declare_environment(only_set=True)
         _warn_if_passed_over(current_platform)
+        _warn_of_unused_communicator(current_platform)
         return
     from vllm_fl.dispatch import get_default_manager
 
@@ -105,6 +106,18 @@ def _warn_if_passed_over(platform: object) -> None:
             f"vLLM runs on its own platform {type(platform).__qualname__} and did not ask for {ours}"
             " (VLLM_TARGET_DEVICE=cpu has this effect): operator dispatch is off in this process"
         )
+
+
+def _warn_of_unused_communicator(platform: object) -> None:
+    from vllm_fl.plugins.communicators import SELECTING_VARIABLES
+
+    for variable in SELECTING_VARIABLES:
+        if variable in os.environ:
+            _warn_once(
+                f"environment variable {variable} has no effect: vLLM runs on its own platform"
+                f" {type(platform).__qualname__}, with its own communicator; install the distribution of this device"
+                " (such as vllm-fl-nvidia), or unset the variable"
+            )
 
 
 def _warn_of_version() -> None:
