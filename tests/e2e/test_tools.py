@@ -57,11 +57,20 @@ def documented() -> list[str]:
     return re.findall(r"^\$ vllm-fl (\w+ quickstart.*)$", text, re.MULTILINE)
 
 
-def run_all(commands: list[str], model: str, folder: str) -> list[dict[str, Any]]:
-    """Each command in turn, with a tiny model in place of the quickstart's; profiles first, whose engines are apart."""
+def run_all(commands: list[str], model: str, folder: str) -> dict[str, Any]:
+    """First what the processes of an engine say of themselves. Then each command in turn, with a tiny model in place of
+    the quickstart's; profiles before the others, since their engines are processes of their own."""
     from vllm_fl.cli import main
+    from vllm_fl.diagnostics import ask_processes
+    from vllm_fl.engines import Engine
 
     os.chdir(folder)
+    arguments = {"model": model, "dtype": "float32", "max_model_len": 128, "enforce_eager": True}
+    with Engine(arguments):
+        live = [
+            (process.pid, process.problem, {o["operator"]: o["chosen"] for o in process.operators})
+            for process in ask_processes(Path("traces"))
+        ]
     results = []
     for command in commands:
         name, _, *options = shlex.split(command)
@@ -71,7 +80,7 @@ def run_all(commands: list[str], model: str, folder: str) -> list[dict[str, Any]
         with printed.open("w") as out, contextlib.redirect_stdout(out):
             code = main([name, model, *options, *size, *extra, "--json"])
         results.append({"code": code, "out": printed.read_text()})
-    return results
+    return {"pid": os.getpid(), "live": live, "results": results}
 
 
 @pytest.fixture(scope="module")
@@ -80,22 +89,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(fresh: Fresh, tiny_llama: TinyModel, folder: Path) -> dict[str, dict[str, Any]]:
-    """What each command gave, by the command."""
+def ran(fresh: Fresh, tiny_llama: TinyModel, folder: Path) -> dict[str, Any]:
     (folder / "planted.py").write_text(PLANTED)
     commands = documented()
     env = {
         "PYTHONPATH": str(folder),
         "VLLM_FL_PLUGIN_MODULES": "planted",
         "PLANTED_LOG": str(folder / "slept.txt"),
+        "VLLM_FL_TRACE_DIR": str(folder / "traces"),
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         "OMP_NUM_THREADS": "1",
     }
     outcome = fresh(run_all, commands=commands, model=str(tiny_llama.path), folder=str(folder), env=env)
-    for result in outcome.value:
+    for result in outcome.value["results"]:
         assert result["code"] in (0, 1), outcome.log
         result["document"] = json.loads(result["out"])
-    return dict(zip(commands, outcome.value, strict=True))
+    return outcome.value
+
+
+@pytest.fixture(scope="module")
+def results(ran: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What each command gave, by the command."""
+    return dict(zip(documented(), ran["results"], strict=True))
+
+
+def test_the_processes_of_an_engine_explain_themselves(ran: dict[str, Any]) -> None:
+    """The one that asks, and that of the engine, which it has forked."""
+    pids = [pid for pid, _, _ in ran["live"]]
+    assert ran["pid"] in pids
+    assert len(pids) == 2
+    for _, problem, chosen in ran["live"]:
+        assert problem == ""
+        assert (chosen["rms_norm"], chosen["rotary_embedding"]) == ("vendor.planted", "reference.torch")
 
 
 def test_the_documents_have_these_commands() -> None:
