@@ -18,6 +18,8 @@ def test_the_backend_of_torch_is_used_where_it_is_installed(monkeypatch: pytest.
     monkeypatch.setattr(torch.distributed.Backend, "backend_list", ["gloo", "flagcx"])
     assert dist_backend("cuda") == "flagcx"
     assert dist_backend("cpu") is None
+    monkeypatch.setenv("FLAGCX_CUSTOM_OP_ENABLE", "1")
+    assert dist_backend("cuda") is None
 
 
 def test_between_vendors_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from vllm_fl.plugins import CommunicatorPlugin
 
 from .flagcx.library import PATH_ENV, load
+from .settings import comm_settings
 
 PLUGIN = CommunicatorPlugin(
     name="flagcx",
@@ -18,9 +19,10 @@ PLUGIN = CommunicatorPlugin(
 def dist_backend(device_type: str) -> str | None:
     """``"flagcx"`` if FlagCX's own plug-in for PyTorch is installed, which registers a backend of that name; or None.
 
-    PyTorch loads the plug-in while it is imported itself, by the entry point ``torch.backends``.
+    PyTorch loads the plug-in while it is imported itself, by the entry point ``torch.backends``. None, too, where
+    FlagCX's kernels are asked for: the ranks have to agree on them before the first communicator of the process.
     """
-    if device_type == "cpu":
+    if device_type == "cpu" or comm_settings().custom_all_reduce:
         return None
     from torch import distributed
 
@@ -35,8 +37,6 @@ def communicator(device_type: str) -> str:
         FlagCXLoadError: FlagCX cannot be loaded: the start must not go on with another library.
         ConfigError: settings of the communication contradict one another.
     """
-    from .settings import comm_settings
-
     comm_settings()
     load()
     # vLLM captures graphs only where the communicator is a CudaCommunicator.
