@@ -12,8 +12,9 @@ import yaml
 
 from vllm_fl.cli import main
 from vllm_fl.config import load_settings
+from vllm_fl.dispatch import BackendImplKind
 from vllm_fl.errors import ConfigError
-from vllm_fl.plugins import BackendPlugin
+from vllm_fl.plugins import BackendPlugin, InstalledBackend
 from vllm_fl.scaffold import NewBackend, write
 
 try:
@@ -61,16 +62,12 @@ def test_name(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(caught.value) == message
 
 
-def test_name_of_an_installed_backend() -> None:
+def test_name_of_an_installed_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    present = (InstalledBackend(None, "acme-vllm", "acme"),)
+    monkeypatch.setattr("vllm_fl.plugins.installed_backends", lambda: present)
     with pytest.raises(ConfigError) as caught:
-        NewBackend("ascend") if _is_installed("ascend") else NewBackend("flagos")
-    assert "installed already, by vllm-fl-ascend" in str(caught.value) or "a name that vllm-fl" in str(caught.value)
-
-
-def _is_installed(name: str) -> bool:
-    from vllm_fl.plugins import installed_backends
-
-    return name in {backend.entry_point for backend in installed_backends()}
+        NewBackend("acme")
+    assert str(caught.value) == "a backend 'acme' is installed already, by acme-vllm; choose another name"
 
 
 @pytest.mark.parametrize(
@@ -137,6 +134,22 @@ def test_metadata_and_declaration_agree(backend: NewBackend, tmp_path: Path, mon
         assert callable(load_object(text))
     for module in [module for module in sys.modules if module.partition(".")[0] == backend.package]:
         del sys.modules[module]
+
+
+def test_frame_of_the_platform_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the SDK the platform is the CPU; the class for the device has all that vLLM asks of one."""
+    from vllm_fl.testing.platform_class import problems_of
+
+    write(NewBackend("big-corp", "npu"), tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "src"))
+    kind = BackendImplKind.VENDOR
+    for name in ("BigCorpPlatform", "OnDevice"):
+        # It declares no probe, so that no device is asked.
+        plugin = BackendPlugin("big-corp", kind, "big-corp", platform=f"vllm_fl_big_corp.platform.{name}")
+        assert list(problems_of(plugin)) == []
+    from vllm_fl_big_corp.platform import BigCorpPlatform, OnDevice
+
+    assert (BigCorpPlatform.device_type, OnDevice.device_type) == ("cpu", "npu")
 
 
 @each
