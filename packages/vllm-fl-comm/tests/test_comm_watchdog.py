@@ -132,7 +132,7 @@ def test_a_rank_whose_process_is_killed(doubles: Doubles) -> None:
 
 
 UNSTOPPABLE = """
-import ctypes
+import time
 from vllm_fl_comm import watchdog
 from vllm_fl_comm.flagcx import Communicator, DataType, Reduction, load
 from vllm_fl_comm.peers import Peer
@@ -140,6 +140,7 @@ watchdog._RETURN_SECONDS = 0.2
 library = load()
 communicator = Communicator(library, 0, RANKS, "tp:0", peers=(Peer(1, "elsewhere", 7, 1),))
 watchdog.watch(communicator, 0.4, asynchronous=False)
+time.sleep(0.6)  # another rank may be late with the id
 communicator.connect(library.unique_id())
 communicator.all_reduce(0, 0, 0, DataType.FLOAT32, Reduction.SUM, 0)
 """

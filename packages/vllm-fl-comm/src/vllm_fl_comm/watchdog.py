@@ -40,7 +40,7 @@ _INTERVAL_SECONDS = 0.25
 _RETURN_SECONDS = 10.0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Watched:
     communicator: weakref.ref[Communicator]
     timeout: float
@@ -74,15 +74,15 @@ def _run() -> None:
         sleep(_INTERVAL_SECONDS)
         for entry in list(_watched):
             communicator = entry.communicator()
-            if communicator is None or communicator.failure is not None or _is_closed(communicator):
+            if communicator is None or communicator.is_closed:
                 _watched.remove(entry)
-            else:
+                continue
+            try:
                 _look(entry, communicator)
+            except Exception:  # the others must be watched on
+                get_logger(__name__).exception("the watchdog failed on %s", communicator.where)
+                _watched.remove(entry)
             del communicator  # or it would live until the next round
-
-
-def _is_closed(communicator: Communicator) -> bool:
-    return not communicator.is_open and communicator.pending is None
 
 
 def _look(entry: _Watched, communicator: Communicator) -> None:
@@ -125,11 +125,13 @@ def _message(entry: _Watched, communicator: Communicator, pending: Pending | Non
 
 def _end_process() -> None:
     log = get_logger(__name__)
-    log.critical("this process is ended, because an operation that waits for the lost rank cannot be taken back")
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    faulthandler.dump_traceback(all_threads=True)
-    os._exit(EXIT_STATUS)
+    try:
+        log.critical("this process is ended, because an operation that waits for the lost rank cannot be taken back")
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        faulthandler.dump_traceback(all_threads=True)
+    finally:
+        os._exit(EXIT_STATUS)
 
 
 def _after_fork() -> None:

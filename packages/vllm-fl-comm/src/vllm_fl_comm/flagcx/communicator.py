@@ -67,6 +67,7 @@ class Communicator:
         self.peers = peers
         self.pending: Pending | None = None
         self.failure: CommunicationError | None = None
+        self.is_closed = False  #: destroyed, given up, or left to the parent process
         self._on_thread = on_thread
         self._handle: int | None = None
         self._unusable: str | None = "it is not connected yet"
@@ -102,10 +103,6 @@ class Communicator:
         """Group and rank, for messages."""
         group = f"group {self.name!r}, " if self.name else ""
         return f"{group}rank {self.rank} of {self.size}"
-
-    @property
-    def is_open(self) -> bool:
-        return self._unusable is None
 
     # --- collectives ---
 
@@ -199,6 +196,7 @@ class Communicator:
             FlagCXStatusError: FlagCX reports an error.
         """
         handle, self._handle = self._handle, None
+        self.is_closed = True
         if handle is None:
             return
         self._unusable = "it has been destroyed"
@@ -219,7 +217,7 @@ class Communicator:
 
         For the watchdog, on its own thread. After an abort FlagCX must not destroy the communicator again.
         """
-        self.failure, self._unusable = failure, str(failure)
+        self.failure, self._unusable, self.is_closed = failure, str(failure), True
         handle, self._handle = self._handle, None
         _open.pop(id(self), None)
         if handle is not None and self.library.features.abort:
@@ -227,7 +225,7 @@ class Communicator:
 
     def orphan(self) -> None:
         """In a forked child: the communicator is the parent's, and may be neither used nor destroyed here."""
-        self._handle, self.pending = None, None
+        self._handle, self.pending, self.is_closed = None, None, True
         self._unusable = f"it belongs to the process that process {os.getpid()} was forked from; make one of its own"
 
     def _end(self, function: str, handle: int, seconds: float) -> int | None:
