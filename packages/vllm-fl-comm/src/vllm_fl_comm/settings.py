@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from vllm_fl.config import get_settings
 from vllm_fl.errors import ConfigError
 
 from .policy import Thresholds
-
-if TYPE_CHECKING:
-    from vllm_fl.config import Settings
 
 CUSTOM_ENV = "FLAGCX_CUSTOM_OP_ENABLE"
 MULTICAST_ENV = "NCCL_NVLS_ENABLE"
@@ -39,25 +35,20 @@ class CommSettings:
     thresholds: Thresholds
 
 
-def comm_settings(settings: Settings | None = None, environ: Mapping[str, str] | None = None) -> CommSettings:
-    """The settings of this process, or of the given ones.
+def comm_settings() -> CommSettings:
+    """The settings of this process.
 
     Raises:
         ConfigError: a variable has a value that FlagCX does not know, or custom kernels are asked for where multicast
             is forbidden.
     """
-    if settings is None:
-        from vllm_fl.config import get_settings
-
-        settings = get_settings()
-    environ = os.environ if environ is None else environ
-    variable = _switch(CUSTOM_ENV, environ)
-    key = settings.origin("comm_custom_all_reduce")
+    settings = get_settings()
+    variable = _switch(CUSTOM_ENV)
     if settings.comm_custom_all_reduce is not None:
-        custom, asked_by = settings.comm_custom_all_reduce, str(key)
+        custom, asked_by = settings.comm_custom_all_reduce, str(settings.origin("comm_custom_all_reduce"))
     else:
         custom, asked_by = bool(variable), f"environment variable {CUSTOM_ENV}" if variable is not None else "default"
-    allowed = environ.get(MULTICAST_ENV, "").strip() != "0"
+    allowed = os.environ.get(MULTICAST_ENV, "").strip() != "0"
     if custom and not allowed:
         raise ConfigError(
             f"{asked_by} asks for FlagCX's custom all-reduce, and environment variable {MULTICAST_ENV}=0 says that"
@@ -67,8 +58,8 @@ def comm_settings(settings: Settings | None = None, environ: Mapping[str, str] |
     return CommSettings(settings.comm_timeout, custom, asked_by, allowed, thresholds)
 
 
-def _switch(name: str, environ: Mapping[str, str]) -> bool | None:
-    value = environ.get(name)
+def _switch(name: str) -> bool | None:
+    value = os.environ.get(name)
     if value is not None and value.strip() not in ("0", "1"):
         raise ConfigError(f"environment variable {name}: {value!r} is not 0 or 1")
     return None if value is None else value.strip() == "1"
