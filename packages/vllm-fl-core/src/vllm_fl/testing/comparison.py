@@ -16,6 +16,10 @@ from .memory import same_bits
 ON_CPU = 1 << 21
 
 
+#: Results, and written arguments by name.
+Expected = tuple[tuple[Any, ...], dict[str, Any]]
+
+
 def listed(result: Any) -> tuple[Any, ...]:
     """The results of a call as a tuple."""
     if result is None:
@@ -39,8 +43,8 @@ class Truth:
     def __init__(self, spec: OpSpec, reference: Callable[..., Any]) -> None:
         self.spec, self._reference = spec, reference
 
-    def __call__(self, case: Case, changes: Mapping[str, Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Results, and written arguments by name, in float64.
+    def __call__(self, case: Case, changes: Mapping[str, Any] | None = None) -> Expected:
+        """Results in canonical form, and written arguments by name, in float64.
 
         Args:
             case: the arguments.

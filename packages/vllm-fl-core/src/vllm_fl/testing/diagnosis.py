@@ -13,8 +13,6 @@ from vllm_fl.dispatch.types import dtype_name
 from .cases import tensors
 from .judge import Judge, Outcome, Trial
 
-_EPSILONS = (0.0, 1e-12, 1e-8, 1e-6, 1e-5)
-
 
 def diagnose(judge: Judge) -> list[str]:
     """Sentences about the failures of a judge's comparisons with float64; empty if nothing fits all of them."""
@@ -31,52 +29,56 @@ def _as_if(judge: Judge, failed: Sequence[Trial]) -> Iterator[str]:
     """Other values of one argument that explain every kept failure."""
     kept = [(trial, trial.outcome) for trial in failed if trial.outcome is not None]
     for name in judge.spec.signature.parameters:
-        for label, change in _alternatives(name):
-            fits = [_fits(judge, trial, outcome, name, change) for trial, outcome in kept]
-            if any(fits) and False not in fits:
+        for label, change in _CHANGES.items():
+            fits = {_fits(judge, trial, outcome, name, change) for trial, outcome in kept}
+            if True in fits and False not in fits:
                 yield f"it computes as if {name} were {label}"
                 break
 
 
 def _fits(judge: Judge, trial: Trial, outcome: Outcome, name: str, change: Callable[[Any], Any]) -> bool | None:
-    """Whether the failure is explained by the change; None if the argument has that value anyway."""
-    given = outcome.arguments.by_name
-    default = judge.spec.signature.parameters[name].default
-    value = given.get(name, default)
+    """Whether a change of one argument explains a failure; None if the argument has that value anyway."""
+    value = outcome.arguments.by_name.get(name, judge.spec.signature.parameters[name].default)
     other = change(value)
-    if other is _NONE_OF_IT or (not isinstance(value, Tensor) and other == value):
-        return False if other is _NONE_OF_IT else None
+    if other is _NOT_OF_THIS_TYPE:
+        return False
+    if not isinstance(value, Tensor) and other == value:
+        return None
     try:
         return judge.matches(outcome, trial.case, trial.dtype, **{name: other})
     except Exception:  # the reference may refuse the other value
         return False
 
 
-_NONE_OF_IT = object()
+_NOT_OF_THIS_TYPE = object()
 
 
-def _alternatives(name: str) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """(description, function from the value of an argument to another value that is worth a try)."""
-
-    def fixed(value: Any, kind: type) -> Callable[[Any], Any]:
-        return lambda given: value if type(given) is kind else _NONE_OF_IT
-
-    for flag in (True, False):
-        yield str(flag), fixed(flag, bool)
-    for epsilon in _EPSILONS:
-        yield f"{epsilon:g}", fixed(epsilon, float)
-    yield "10 times as large", lambda given: given * 10 if type(given) is float else _NONE_OF_IT
-    yield "a tenth of it", lambda given: given / 10 if type(given) is float else _NONE_OF_IT
-    yield "1", fixed(1.0, float)
-    yield "None", lambda given: None if isinstance(given, Tensor) else _NONE_OF_IT
-    yield "zeros", lambda given: _filled(given, 0.0)
-    yield "ones", lambda given: _filled(given, 1.0)
+def _if_type(kind: type, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: change(value) if type(value) is kind else _NOT_OF_THIS_TYPE
 
 
-def _filled(given: Any, value: float) -> Any:
-    if isinstance(given, Tensor) and given.is_floating_point() and given.element_size() > 1:
-        return torch.full_like(given, value)
-    return _NONE_OF_IT
+def _constant(other: Any) -> Callable[[Any], Any]:
+    return _if_type(type(other), lambda value: other)
+
+
+def _filled(number: float) -> Callable[[Any], Any]:
+    def change(value: Any) -> Any:
+        is_wide = isinstance(value, Tensor) and value.is_floating_point() and value.element_size() > 1
+        return torch.full_like(value, number) if is_wide else _NOT_OF_THIS_TYPE
+
+    return change
+
+
+#: Description -> function from the value of an argument to another one that is worth a try.
+_CHANGES: dict[str, Callable[[Any], Any]] = {
+    **{str(flag): _constant(flag) for flag in (True, False)},
+    **{f"{number:g}": _constant(number) for number in (0.0, 1e-12, 1e-8, 1e-6, 1e-5, 1.0)},
+    "10 times as large": _if_type(float, lambda value: value * 10),
+    "a tenth of it": _if_type(float, lambda value: value / 10),
+    "None": _if_type(Tensor, lambda value: None),
+    "zeros": _filled(0.0),
+    "ones": _filled(1.0),
+}
 
 
 def _only_where(judge: Judge, failed: Sequence[Trial]) -> Iterator[str]:
