@@ -263,7 +263,7 @@ def time_eager(
     samples, hosts = [], []
     for _ in range(spec["repeats"]):
         dist.barrier(group=gloo_group())
-        total, host = timed(device, lambda: [call() for _ in range(calls)] and None)
+        total, host = timed(device, call, lambda: [call() for _ in range(calls)])
         samples.append(total / calls)
         hosts.append(host / calls)
     return statistics.median(samples), statistics.median(hosts)
@@ -296,7 +296,7 @@ def time_graph(
     samples, hosts = [], []
     for _ in range(spec["repeats"]):
         dist.barrier(group=gloo_group())
-        total, host = timed(method.device, graph.replay)
+        total, host = timed(method.device, graph.replay, graph.replay)
         samples.append(total / GRAPH_CALLS)
         hosts.append(host / GRAPH_CALLS)
     kept.clear()
@@ -305,15 +305,17 @@ def time_graph(
     return statistics.median(samples), statistics.median(hosts)
 
 
-def timed(device: torch.device, series: Callable[[], None]) -> tuple[float, float]:
-    """Microseconds until `series` has been done, and until it has been asked for."""
+def timed(device: torch.device, first: Callable[[], Any], series: Callable[[], Any]) -> tuple[float, float]:
+    """Microseconds until `series` has been done, and until it has been asked for; `first` brings the ranks together."""
     if device.type == "cpu":
+        first()
         start = time.perf_counter()
         series()
         seconds = time.perf_counter() - start
         return seconds * 1e6, seconds * 1e6
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
+    first()
     start = time.perf_counter()
     begin.record()
     series()
