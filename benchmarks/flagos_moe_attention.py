@@ -6,8 +6,9 @@ Prints one JSON line a case: for each provider microseconds a call, median over 
 it cannot be captured), and the relative error (root of mean squares) against float64, of a part of the result where
 the whole would take long. A provider that fails has its error in the line, and the rest goes on.
 
-``--tune`` times other launch configurations of the experts' two products instead: for each number of tokens the best of
-them, and what the rule takes. ``vllm_fl.flagos.kernels.fused_moe.tiles`` is that rule.
+``--tune`` times other launch configurations instead: of the experts' two products for each number of tokens (the rule
+is ``tiles`` of ``kernels.fused_moe``), and of attention (``_tile`` of ``kernels.paged_attention``). A line has the
+best of them, and what the rule takes.
 """
 
 from __future__ import annotations
@@ -17,16 +18,28 @@ import itertools
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from flagos_kernels import environment, measure
-from moe_attention_cases import EXPERTS, TOKENS, Case, cases, expert_inputs
+from moe_attention_cases import (
+    ATTENTION,
+    DECODES,
+    DTYPE,
+    EXPERTS,
+    PREFILLS,
+    TOKENS,
+    Case,
+    attention,
+    cases,
+    expert_inputs,
+)
 
-from vllm_fl.flagos.kernels import fused_moe
+from vllm_fl.flagos.kernels import fused_moe, paged_attention
 from vllm_fl.flagos.kernels.fused_moe import Tile
 
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have on an H200
@@ -35,11 +48,11 @@ SHARED_MEMORY = 227 * 1024  # bytes that a program may have on an H200
 def run(case: Case, repeats: int) -> dict[str, Any]:
     """The line of a case."""
     torch.manual_seed(0)
-    line: dict[str, Any] = {"case": case.title}
+    line: dict[str, Any] = {}
     try:
         providers, rows, want = case.make()
     except Exception as error:
-        return {**line, "error": f"{type(error).__name__}: {error}"[:400], "at": traceback.format_exc()[-600:]}
+        return {"error": f"{type(error).__name__}: {error}"[:400], "at": traceback.format_exc()[-600:]}
     for name, make in providers.items():
         try:
             call = make()
@@ -72,7 +85,7 @@ def candidates(rows: int, halves: int) -> Iterator[Tile]:
                 yield Tile(rows, columns, depth, band, warps, stages)
 
 
-def tune(model: str, tokens: int, repeats: int) -> dict[str, Any]:
+def tune_experts(model: str, tokens: int, repeats: int) -> dict[str, Any]:
     """The whole operator with each first product, and then with each second one behind the best first."""
     inputs = expert_inputs(model, tokens)
     experts, topk, hidden, inner = EXPERTS[model]
@@ -87,7 +100,7 @@ def tune(model: str, tokens: int, repeats: int) -> dict[str, Any]:
                 return float("inf")
 
     found: list[tuple[float, Tile, Tile]] = [(time(*rule), *rule)]
-    line: dict[str, Any] = {"tune": model, "tokens": tokens, "rule_us": found[0][0], "rule": list(map(tuple, rule))}
+    line: dict[str, Any] = {"rule_us": found[0][0], "rule": list(map(tuple, rule))}
     for rows in sorted({max(rule[0].rows // 2, 16), rule[0].rows, min(rule[0].rows * 2, 128)}):
         second = rule[1]._replace(rows=rows)
         firsts = sorted((time(first, second), first) for first in candidates(rows, 2))
@@ -99,29 +112,70 @@ def tune(model: str, tokens: int, repeats: int) -> dict[str, Any]:
     return line
 
 
+def tune_attention(model: str, requests: int, length: int, query_len: int, repeats: int) -> dict[str, Any]:
+    """Other tiles, and longer queries with one loop and with two. Rows are heads of a group times tokens."""
+    call = attention(model, requests, length, query_len).make()[0]["flagos"]()
+    heads, kv_heads, size = ATTENTION[model]
+    group = heads // kv_heads
+
+    def time(tile: Any, two_loops: bool) -> float:
+        parts = {"_tile": lambda *args: tile or rule(*args), "_TWO_LOOPS": two_loops}
+        with mock.patch.multiple(paged_attention, **parts):
+            try:
+                return measure(call, repeats)["us"]
+            except Exception:
+                return float("inf")
+
+    rule = paged_attention._tile
+    line: dict[str, Any] = {"rule_us": time(None, paged_attention._TWO_LOOPS)}
+    like = torch.empty(0, dtype=DTYPE, device="cuda")
+    line["rule"] = tuple(rule(query_len, size, group, like))
+    rows, warps = ((max(16, group),), (1, 2, 4)) if query_len == 1 else ((64, 128, 256), (4, 8, 16))
+    tiles = itertools.product(rows, (32, 64, 128), warps, (2, 3, 4))
+    loops = (False,) if query_len == 1 else (False, True)
+    found = sorted((time(paged_attention._Tile(*tile), two), tile, two) for tile in tiles for two in loops)
+    line["best"] = [{"us": us, "tile": tile, "two_loops": two} for us, tile, two in found[:8]]
+    return line
+
+
+def tuning(tokens: list[int], repeats: int) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Titles, and what measures them."""
+    for model in EXPERTS:
+        for t in tokens:
+            yield f"experts {model} T={t}", partial(tune_experts, model, t, repeats)
+    for model in ATTENTION:
+        for requests, length in DECODES:
+            title = f"attention {model} decode {requests}x{length}"
+            yield title, partial(tune_attention, model, requests, length, 1, repeats)
+        for requests, length in PREFILLS:
+            title = f"attention {model} prefill {requests}x{length}"
+            yield title, partial(tune_attention, model, requests, length, length, repeats)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="write the lines to this file as well")
     parser.add_argument("--only", default="", help="comma-separated parts of titles of the cases to run")
     parser.add_argument("--repeats", type=int, default=15, help="replays of each graph (default: %(default)s)")
-    parser.add_argument("--tune", action="store_true", help="time other launch configurations of the experts' products")
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="for --tune (default: %(default)s)")
+    parser.add_argument("--tune", action="store_true", help="time other launch configurations")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=list(TOKENS), help="experts to --tune (default: %(default)s)"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device; the kernels' tests run without one: tox -e flagos", file=sys.stderr)
         return 2
-    wanted = options.only.split(",")
-    work: list[Callable[[], dict[str, Any]]]
+    work: Iterable[tuple[str, Callable[[], dict[str, Any]]]]
     if options.tune:
-        models = [model for model in EXPERTS if any(part in model for part in wanted)]
-        work = [lambda m=m, t=t: tune(m, t, options.repeats) for m in models for t in options.tokens]
+        work = tuning(options.tokens, options.repeats)
     else:
-        chosen = [case for case in cases() if any(part in case.title for part in wanted)]
-        work = [lambda case=case: run(case, options.repeats) for case in chosen]
+        work = ((case.title, partial(run, case, options.repeats)) for case in cases())
     lines = [json.dumps(environment())]
     print(lines[0], flush=True)
-    for job in work:
-        lines.append(json.dumps(job()))
+    for title, job in work:
+        if not any(part in title for part in options.only.split(",")):
+            continue
+        lines.append(json.dumps({"case": title, **job()}))
         print(lines[-1], flush=True)
         if options.json is not None:
             options.json.write_text("\n".join(lines) + "\n", encoding="utf-8")
