@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from comm_support import Doubles, fault
@@ -15,8 +16,12 @@ from vllm_fl_comm.flagcx import Library
 
 
 @pytest.fixture(scope="session")
-def doubles(tmp_path_factory: pytest.TempPathFactory) -> Doubles:
-    return Doubles(tmp_path_factory.mktemp("doubles"))
+def doubles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doubles]:
+    yield Doubles(tmp_path_factory.mktemp("doubles"))
+    # A process that ends while it connects leaves its memory behind.
+    for file in Path("/dev/shm").glob("flagcx-double-*"):
+        if not Path("/proc", file.name.split("-")[2]).exists():
+            file.unlink(missing_ok=True)
 
 
 @pytest.fixture
