@@ -35,7 +35,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 class Scratch(NamedTuple):
     """Room for the results of splits: `values` [n, padded head size], `maxima` and `sums` [n], float32, contiguous;
-    n counts tokens times heads times splits, and any shapes of so many entries will do."""
+    n counts tokens times heads times splits, and any shapes of that many entries will do."""
 
     values: Tensor
     maxima: Tensor
@@ -226,7 +226,7 @@ def paged_attention(
     """Causal attention of a batch of requests whose keys and values are in the cache.
 
     The query of request r are tokens ``query_start_loc[r]`` to ``query_start_loc[r + 1]``, the last ones of its
-    sequence. Query heads ``g * Hkv`` share KV heads in order. Rows of `output` without a request are left as they are.
+    sequence. Query head h has KV head ``h * Hkv // H``. Rows of `output` without a request are left as they are.
 
     Args:
         query: [at least T, H, D], float32, float16 or bfloat16.
