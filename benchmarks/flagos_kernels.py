@@ -223,11 +223,12 @@ def child(names: Sequence[str], options: argparse.Namespace) -> None:
 
 def results_of(titles: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Results as they come, from as many children as it takes."""
+    environ = {**os.environ, "VLLM_PLUGINS": ""}  # vLLM's own platform, which loads its compiled kernels
     while titles:
         command = [sys.executable, __file__, "--child", json.dumps(titles), "--repeats", str(options.repeats)]
         command += ["--timeout", str(options.timeout), "--providers", ",".join(options.providers)]
         started, before = None, len(titles)
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 try:

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, float32
 
-from .common import multiprocessors, need_unit_stride, power_of_2, shared_memory
+from .common import cdiv, multiprocessors, need_unit_stride, power_of_2, shared_memory
 from .gated_delta_rule import recurrent_prefill
 from .launch import fast
 from .sequences import SEQUENCES, bounds, locate, need_unit_starts, pieces_before
@@ -189,7 +189,7 @@ def chunk_gated_delta_rule(
 ) -> Tensor:
     """See :func:`vllm_fl.catalog.gdn.chunk_gated_delta_rule`."""
     need_unit_starts(query_start_loc)
-    scale = q.shape[2] ** -0.5 if scale is None else scale
+    scale = float(q.shape[2] ** -0.5 if scale is None else scale)
     run = recurrent_prefill if k.element_size() > 2 else chunked_prefill
     return run(q, k, v, g, beta, state, query_start_loc, cache_indices, has_initial_state, scale, use_qk_l2norm)
 
@@ -234,10 +234,10 @@ def chunked_prefill(
             PRODUCT=product, LEVELS=CHUNK.bit_length() - 1, num_stages=1, **shared,
         )  # fmt: skip
     # Wide parts read the chunks less often; narrow ones are needed where wide ones would leave multiprocessors idle.
-    fills = sequences * heads * triton.cdiv(value_dim, _WIDE) >= multiprocessors(v.device)
+    fills = sequences * heads * cdiv(value_dim, _WIDE) >= multiprocessors(v.device)
     widest = _WIDE if fills and shared_memory(v.device) > _WIDE_BYTES else _NARROW
     rows = max(min(power_of_2(value_dim), widest), 16)
-    tiles = triton.cdiv(value_dim, rows)
+    tiles = cdiv(value_dim, rows)
     _advance[((sequences + 1) * heads * tiles,)](
         q, k, v, state, query_start_loc, cache_indices, has_initial_state, systems, pairs, scales, out,
         tokens, sequences, q.stride(1), k.stride(1), v.stride(1), *state.stride()[:2],

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, float32
 
-from .common import need_unit_stride, power_of_2, warps_for
+from .common import cdiv, need_unit_stride, power_of_2, warps_for
 from .launch import fast
 from .sequences import bounds
 
@@ -150,7 +150,7 @@ def fused_gdn_gating(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tu
     g, beta = a.new_empty(a.shape, dtype=float32), b.new_empty(b.shape)
     numel = a.numel()
     if numel:
-        _gate[(triton.cdiv(numel, _GATES),)](
+        _gate[(cdiv(numel, _GATES),)](
             A_log, a, b, dt_bias, g, beta, numel, A_log.stride(0), *a.stride(), *b.stride(), dt_bias.stride(0),
             HEADS=a.shape[1], BLOCK=_GATES, num_warps=4,
         )  # fmt: skip
@@ -173,7 +173,7 @@ def fused_recurrent_gated_delta_rule(
     out = v.new_empty(v.shape)
     if out.numel():
         _step[(v.shape[0] * v.shape[1] * options["TILES"],)](
-            q, k, v, g, beta, state, cache_indices, out, q.shape[2] ** -0.5 if scale is None else scale,
+            q, k, v, g, beta, state, cache_indices, out, float(q.shape[2] ** -0.5 if scale is None else scale),
             *sizes, *strides, cache_indices.stride(0), **options,
         )  # fmt: skip
     return out
@@ -222,7 +222,7 @@ def _configure(
     piece = min(columns, _LINE // state.element_size())
     rows = min(power_of_2(value_dim), _ROWS)
     strides = [*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *g.stride(), *beta.stride(), *state.stride()[:3]]
-    constants = {"HEADS": heads, "GROUP": heads // q.shape[1], "L2NORM": l2norm, "TILES": triton.cdiv(value_dim, rows)}
+    constants = {"HEADS": heads, "GROUP": heads // q.shape[1], "L2NORM": l2norm, "TILES": cdiv(value_dim, rows)}
     layout = {"ROWS": rows, "PIECES": columns // piece, "PIECE": piece}
     warps = warps_for(rows * columns, per_warp=1024, most=8)
     return (key_dim, value_dim), tuple(strides), {**constants, **layout, "num_warps": warps}
