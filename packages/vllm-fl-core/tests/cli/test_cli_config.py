@@ -171,6 +171,14 @@ def test_a_sound_file_with_what_is_installed(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == "my.yaml: nothing is wrong.\n"
 
 
+def test_layers_that_do_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("my.yaml").write_text("oot_blacklist: [rms_nrom, silu_and_mul]\n")
+    assert main(["config", "check", "my.yaml"]) == 2
+    out = capsys.readouterr().out
+    assert out.startswith("my.yaml:1:17: oot_blacklist: unknown layer 'rms_nrom' (known: ")
+    assert out.endswith("; did you mean 'rms_norm'?\n")
+
+
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "check", "your.yaml"]) == 2
     assert capsys.readouterr().out == "file 'your.yaml' does not exist; give the path of a YAML file\n"

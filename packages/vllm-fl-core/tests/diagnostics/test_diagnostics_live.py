@@ -63,6 +63,7 @@ def test_processes_answer(running: tuple[Path, set[int]], capsys: pytest.Capture
     (directory / "dispatch-2.json").write_text("{broken")
     found = ask_processes(directory)
     assert {process.pid for process in found} == pids
+    assert not (directory / "dispatch-1.json").exists()
     for process in found:
         assert process.problem == ""
         (norm,) = [document for document in process.operators if document["operator"] == "rms_norm"]

@@ -93,17 +93,25 @@ def check_file(
     operators: Collection[str] | None = None,
     vendors: Collection[str] | None = None,
     impl_ids: Collection[str] | None = None,
+    flagos_operators: Collection[str] | None = None,
+    oot_layers: Collection[str] | None = None,
 ) -> list[Problem]:
     """Everything that is wrong with one user's file, whatever the other layers say; empty if nothing is.
 
-    Names of operators, vendors and implementations are checked against the given ones, if given.
+    Names are checked against the given ones, if given (see :meth:`Settings.check_names`).
     """
     layer, problems = file_layer(Path(path), "")
     # What edits another layer can only be judged together with that layer.
     standing = {key: value for key, value in layer.values.items() if not _edits(value)}
     merged = merge([Layer(standing, layer.origins)])
     names = unknown_names(
-        _settings(merged, ()), merged.origins, operators=operators, vendors=vendors, impl_ids=impl_ids
+        _settings(merged, ()),
+        merged.origins,
+        operators=operators,
+        vendors=vendors,
+        impl_ids=impl_ids,
+        flagos_operators=flagos_operators,
+        oot_layers=oot_layers,
     )
     return sorted(problems + conflicts(merged) + names, key=line_and_column)
 

@@ -138,7 +138,7 @@ class LiveProcess:
 def ask_processes(directory: Path, timeout_s: float = 10.0) -> list[LiveProcess]:
     """Ask every process that left a file in `directory`, which ``VLLM_FL_TRACE_DIR`` names where they were started.
 
-    Files of processes that have ended are left out. A process that computes without a pause answers at its next one.
+    Files of processes that have ended are removed. A process that computes without a pause answers at its next one.
 
     Raises:
         FileNotFoundError: there is no such directory.
@@ -147,10 +147,14 @@ def ask_processes(directory: Path, timeout_s: float = 10.0) -> list[LiveProcess]
     asked = []
     for path in sorted(directory.iterdir()):
         before = _read(path) if path.name.startswith(_PREFIX) and path.suffix == ".json" else None
+        if before is None:
+            continue
         # A process id is used again some day; the time of the start tells whether it is the same process.
-        if before is not None and before["started"] == process_start(before["pid"]) is not None:
+        if before["started"] == process_start(before["pid"]) is not None:
             os.kill(before["pid"], SIGNAL)
             asked.append((path, before))
+        else:
+            path.unlink(missing_ok=True)
     deadline = time.monotonic() + timeout_s
     return [_await(path, before, deadline) for path, before in asked]
 

@@ -13,15 +13,20 @@ from vllm_fl.plugins import installed_backends
 
 @dataclass(frozen=True)
 class KnownNames:
-    """Names of operators, vendors and implementations."""
+    """Names of operators, vendors, implementations, operators of kind flagos, and layers; None: not known here."""
 
     operators: frozenset[str]
     vendors: frozenset[str]
     impl_ids: frozenset[str]
+    flagos_operators: frozenset[str] | None = None
+    oot_layers: frozenset[str] | None = None
 
 
 def known_names() -> KnownNames:
     """The names of everything that registers here; a plug-in that fails to register is reported and left out."""
+    from vllm_fl.flagos.aten import flagos_operators
+    from vllm_fl.integration.layers import LAYERS
+
     registry = OpRegistry()
     discover_backends(registry)
     discover_from_entry_points(registry)
@@ -34,4 +39,6 @@ def known_names() -> KnownNames:
         operators=frozenset(registry.known_operators()),
         vendors=frozenset(vendor for vendor in vendors if vendor),
         impl_ids=frozenset(impl.impl_id for impl in impls),
+        flagos_operators=flagos_operators(),
+        oot_layers=frozenset(layer.name for layer in LAYERS),
     )

@@ -14,7 +14,7 @@ from .trace import MODEL_RANGE, Event, served_of
 #: inductor, the rest of the model's forward, everything outside of it.
 Kind = Literal["operator", "torch", "compiled", "model", "outside"]
 
-_COMPILED = "## Call CompiledFxGraph"
+_COMPILED = ("## Call CompiledFxGraph", "Torch-Compiled Region")
 _CATEGORIES = frozenset({"cpu_op", "user_annotation"})
 
 

@@ -227,10 +227,19 @@ def show_comparison(found: Comparison) -> None:
     """Prints the verdict and the tables of a comparison."""
     out = console()
     rows = [
-        (o.operator, o.first, o.second, str(o.calls), str(o.outside), f"{o.max_abs:.3g}", f"{o.max_ulp:.3g}")
+        (
+            o.operator,
+            o.first,
+            o.second,
+            str(o.rank),
+            str(o.calls),
+            str(o.outside),
+            f"{o.max_abs:.3g}",
+            f"{o.max_ulp:.3g}",
+        )
         for o in found.operators
     ]
-    numbers = ("calls", "outside", "max error", "max ulp")
+    numbers = ("rank", "calls", "outside", "max error", "max ulp")
     heads = ("operator", f"a: {found.first}", f"b: {found.second}", *numbers)
     out.print(table("Operators on the same inputs", heads, rows, right=numbers))
     layers = [(str(x.step), x.module, f"{x.max_abs:.3g}", f"{x.outside} of {x.entries}") for x in found.layers]

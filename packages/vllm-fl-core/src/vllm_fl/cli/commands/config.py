@@ -57,8 +57,7 @@ def check(
         from vllm_fl.config import check_file
         from vllm_fl.diagnostics import known_names
 
-        names = known_names()
-        problems = check_file(file, operators=names.operators, vendors=names.vendors, impl_ids=names.impl_ids)
+        problems = check_file(file, **vars(known_names()))
         if as_json:
             print_json({"file": str(file), "problems": [_problem(problem) for problem in problems]})
         else:
