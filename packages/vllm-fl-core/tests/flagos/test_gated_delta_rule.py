@@ -123,13 +123,17 @@ def test_tokens_behind_the_last_sequence_give_zeros(device: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype", "message"),
+    ("size", "dtype", "memory", "message"),
     [
-        (257, torch.float16, "keys of 257 entries; at most 256 are kept in registers"),
-        (1025, torch.float32, "keys of 1025 entries; at most 1024 are kept in registers"),
+        (257, torch.float16, 232448, "keys of 257 entries; on this device chunks take at most 256"),
+        (129, torch.float16, 65536, "keys of 129 entries; on this device chunks take at most 128"),
+        (1025, torch.float32, 232448, "keys of 1025 entries; at most 1024 are kept in registers"),
     ],
 )
-def test_refuses_long_keys(device: str, size: int, dtype: torch.dtype, message: str) -> None:
+def test_refuses_long_keys(
+    device: str, monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype, memory: int, message: str
+) -> None:
+    monkeypatch.setattr(gated_delta_chunk, "shared_memory", lambda device: memory)
     make = maker(dtype)
     q, v = make.normal(1, 1, size), make.normal(1, 1, 16)
     one, slots = make.normal(1, 1), make.tensor([1], dtype=torch.int32)

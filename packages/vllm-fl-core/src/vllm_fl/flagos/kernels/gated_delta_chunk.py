@@ -31,9 +31,9 @@ from .launch import fast
 from .sequences import SEQUENCES, bounds, locate, need_unit_starts, pieces_before
 
 CHUNK = 64
-_MOST = 256  # entries of a key
 _WIDE, _NARROW = 64, 32  # rows of a state that a program of the second kernel takes
-_WIDE_BYTES = 160 * 1024  # of shared memory, for the wide ones and two chunks at a time
+_LARGE = 192 * 1024  # bytes of shared memory, for wide parts or long keys and two chunks at a time
+_LONG, _SHORT = 256, 128  # entries of a key, with so much and with less
 _SCALES = 4  # rows a chunk: factors of K S^T, of Q S^T, and of U on its way into S; then exp(b_C) everywhere
 
 
@@ -211,8 +211,10 @@ def chunked_prefill(
     for name, x in (("q", q), ("k", k), ("v", v), ("state", state)):
         need_unit_stride(name, x)
     (tokens, key_heads, key_dim), (heads, value_dim) = q.shape, v.shape[1:]
-    if key_dim > _MOST:
-        raise NotImplementedError(f"keys of {key_dim} entries; at most {_MOST} are kept in registers")
+    is_large = shared_memory(v.device) > _LARGE
+    most = _LONG if is_large else _SHORT
+    if key_dim > most:
+        raise NotImplementedError(f"keys of {key_dim} entries; on this device chunks take at most {most}")
     out = v.new_empty(v.shape)
     if not out.numel():
         return out
@@ -235,7 +237,7 @@ def chunked_prefill(
         )  # fmt: skip
     # Wide parts read the chunks less often; narrow ones are needed where wide ones would leave multiprocessors idle.
     fills = sequences * heads * cdiv(value_dim, _WIDE) >= multiprocessors(v.device)
-    widest = _WIDE if fills and shared_memory(v.device) > _WIDE_BYTES else _NARROW
+    widest = _WIDE if fills and is_large and key_dim <= _SHORT else _NARROW
     rows = max(min(power_of_2(value_dim), widest), 16)
     tiles = cdiv(value_dim, rows)
     _advance[((sequences + 1) * heads * tiles,)](
