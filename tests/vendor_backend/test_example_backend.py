@@ -64,11 +64,15 @@ def _run(command: list[str], folder: Path, environment: dict[str, str]) -> str:
 
 
 def test_suite_of_the_example(site: Path, tmp_path: Path) -> None:
-    """Its own tests, against the wheel: the kernel in Triton's interpreter where there is no device."""
+    """Its own tests, against the wheel: the kernel in Triton's interpreter where there is no device.
+
+    The operators that are as the generator wrote them are tested with the vendor's guide.
+    """
     path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
-    options = ["-q", "-rs", "-p", "no:cacheprovider", "--rootdir", str(EXAMPLE), str(EXAMPLE / "tests")]
+    options = ["-q", "-rs", "-p", "no:cacheprovider", "--fl-op", "silu_and_mul", "--rootdir", str(EXAMPLE)]
+    options.append(str(EXAMPLE / "tests"))
     shown = _run([sys.executable, "-m", "pytest", *options], tmp_path, {"PYTHONPATH": path})
     (counts,) = re.findall(r"^(\d+) passed, (\d+) skipped", shown, re.MULTILINE)
-    assert int(counts[0]) >= 38, shown
-    reasons = "captures no graphs|no case of this kind|it takes no tensors|opaque: graphs take|reference's"
+    assert int(counts[0]) >= 10, shown
+    reasons = "captures no graphs|no case of this kind|opaque: graphs take"
     assert all(re.search(reasons, line) for line in re.findall(r"^SKIPPED.*", shown, re.MULTILINE)), shown
