@@ -87,6 +87,7 @@ def general_plugin() -> None:
         _warn_if_passed_over(current_platform)
         _warn_of_unused_communicator(current_platform)
         return
+    from vllm_fl.config import get_settings
     from vllm_fl.dispatch import get_default_manager
 
     from . import communication, layers
@@ -96,7 +97,12 @@ def general_plugin() -> None:
     _warn_of_version()
     compat.install()
     communication.prepare(type(current_platform))
-    layers.register(current_platform.native_vendor)
+    # FLWorkerMixin registers the layers, in the worker alone: modules of vLLM's that they extend initialise the device,
+    # after which the engine cannot fork.
+    if current_platform.worker_cls:
+        layers.selected(get_settings())  # for its errors
+    else:
+        layers.register(current_platform.native_vendor)
 
 
 def _warn_if_passed_over(platform: object) -> None:

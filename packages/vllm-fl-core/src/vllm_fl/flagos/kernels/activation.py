@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import GRID_ROWS, need_unit_stride
+from .common import GRID_ROWS, cdiv, need_unit_stride
 from .launch import fast
 
 _BLOCK = 1024
@@ -68,7 +68,7 @@ def _launch(x: Tensor, kind: str) -> Tensor:
         return out
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     rows = flat.shape[0]
-    grid = (triton.cdiv(d, _BLOCK), min(rows, GRID_ROWS), triton.cdiv(rows, GRID_ROWS))
+    grid = (cdiv(d, _BLOCK), min(rows, GRID_ROWS), cdiv(rows, GRID_ROWS))
     _activate_and_mul[grid](
         flat, out, rows, d, flat.stride(0), KIND=kind, BLOCK=_BLOCK, ROWS_PER_LAYER=GRID_ROWS, num_warps=_WARPS
     )

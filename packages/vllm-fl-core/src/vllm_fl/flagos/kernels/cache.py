@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import power_of_2, warps_for
+from .common import cdiv, power_of_2, warps_for
 from .launch import fast
 
 _TILE = 2048  # entries of a key or value that a program copies at a time
@@ -59,7 +59,7 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
         return
     key_size, value_size = power_of_2(key.shape[2]), power_of_2(value.shape[2])
     per_program = min(power_of_2(heads), max(_TILE // max(key_size, value_size), 1))
-    _reshape_and_cache[(tokens, triton.cdiv(heads, per_program))](
+    _reshape_and_cache[(tokens, cdiv(heads, per_program))](
         key, value, key_cache, value_cache, slot_mapping, slot_mapping.stride(0),
         heads, key.shape[2], value.shape[2], key_cache.shape[2],
         *key.stride(), *value.stride(), *key_cache.stride(), *value_cache.stride(),

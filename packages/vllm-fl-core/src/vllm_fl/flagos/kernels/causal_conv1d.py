@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import activate
-from .common import need_unit_stride, power_of_2
+from .common import cdiv, need_unit_stride, power_of_2
 from .launch import fast
 from .sequences import SEQUENCES, bounds, locate, need_unit_starts
 
@@ -127,7 +127,7 @@ def causal_conv1d_fn(
     if not out.numel():
         return out
     per_program = min(power_of_2(channels), _CHANNELS)
-    _convolve[(tokens // _TOKENS + sequences + 1, triton.cdiv(channels, per_program))](
+    _convolve[(tokens // _TOKENS + sequences + 1, cdiv(channels, per_program))](
         x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, out,
         tokens, sequences, channels, x.stride(0), *weight.stride(), *conv_states.stride(),
         cache_indices.stride(0), 0 if has_initial_state is None else has_initial_state.stride(0),
@@ -152,7 +152,7 @@ def causal_conv1d_update(
     if not out.numel():
         return out
     per_program = min(power_of_2(channels), _STEP_CHANNELS)
-    _step[(tokens, triton.cdiv(channels, per_program))](
+    _step[(tokens, cdiv(channels, per_program))](
         x, weight, bias, conv_states, cache_indices, out, channels, x.stride(0), *weight.stride(),
         *conv_states.stride(), cache_indices.stride(0), **_shape(weight), HAS_BIAS=bias is not None, SILU=silu,
         CHANNELS=per_program, num_warps=_WARPS,

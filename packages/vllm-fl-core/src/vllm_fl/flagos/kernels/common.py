@@ -30,6 +30,11 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
+def cdiv(a: int, b: int) -> int:
+    """The quotient, rounded up. Triton's own function of this name costs a microsecond."""
+    return -(-a // b)
+
+
 def warps_for(elements: int, per_warp: int = 256, most: int = 16) -> int:
     """Warps for a block of so many elements (a power of two)."""
     return min(max(elements // per_warp, 1), most)

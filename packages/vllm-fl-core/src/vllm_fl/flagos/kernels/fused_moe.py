@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import activate
-from .common import multiprocessors, need_unit_stride, shared_memory
+from .common import cdiv, multiprocessors, need_unit_stride, shared_memory
 from .launch import fast
 from .moe_align import moe_align_block_size
 from .moe_sum import sum_routes
@@ -223,7 +223,7 @@ def _launch(
     **options: object,
 ) -> None:  # fmt: skip
     n, k = out.shape[1], x.shape[1]
-    _grouped_product[(blocks * triton.cdiv(n, tile.columns),)](
+    _grouped_product[(blocks * cdiv(n, tile.columns),)](
         x, weight, bias, out, *tensors, n=n, k=k,
         stride_x=x.stride(0), stride_e=weight.stride(0), stride_n=weight.stride(1),
         stride_bias=0 if bias is None else bias.stride(0), stride_out=out.stride(0),
@@ -280,6 +280,6 @@ def tiles(
 
 
 def _narrowed(tile: Tile, columns: int, blocks: int, wanted: int) -> Tile:
-    while tile.columns > 32 and blocks * triton.cdiv(columns, tile.columns) < wanted:
+    while tile.columns > 32 and blocks * cdiv(columns, tile.columns) < wanted:
         tile = tile._replace(columns=tile.columns // 2)
     return tile

@@ -59,7 +59,7 @@ class FastKernel:
         self.jit = jit
         self._entries: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
         self._launch: Callable[..., Any] | None = None
-        functools.update_wrapper(self, jit.fn)
+        self.__name__, self.__doc__ = jit.__name__, jit.fn.__doc__
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         return functools.partial(self._launch or self._first, grid)
@@ -120,7 +120,7 @@ def launch(_Grid, {head}, *, num_warps=None, num_stages=None):
             **values,
         }
         exec(compile(source, f"<launch of {self.jit.__name__}>", "exec"), namespace)
-        launch: Callable[..., Any] = namespace["launch"]  # type: ignore[assignment]
+        launch: Callable[..., Any] = namespace["launch"]
         return launch
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .common import cdiv
 from .launch import fast
 
 _SMALL = 1024  # routes that one program places by itself
@@ -149,13 +150,13 @@ def moe_align_block_size(
     numel = topk_ids.numel()
     num_slots = numel + num_experts * (block_size - 1)
     if pad_sorted_ids:
-        num_slots = triton.cdiv(num_slots, block_size) * block_size
+        num_slots = cdiv(num_slots, block_size) * block_size
     if numel < num_experts:
         num_slots = min(numel * block_size, num_slots)
-    num_blocks = triton.cdiv(num_slots, block_size)
+    num_blocks = cdiv(num_slots, block_size)
     experts = triton.next_power_of_2(num_experts)
-    per_program = max(triton.cdiv(triton.cdiv(numel, _CHUNK), _MAX_PROGRAMS), 1) * _CHUNK
-    programs = triton.cdiv(numel, per_program) if numel > _SMALL else 0
+    per_program = max(cdiv(cdiv(numel, _CHUNK), _MAX_PROGRAMS), 1) * _CHUNK
+    programs = cdiv(numel, per_program) if numel > _SMALL else 0
     new = topk_ids.new_empty
     sorted_ids, expert_ids, num_post_pad = (new(n, dtype=torch.int32) for n in (num_slots, num_blocks, 1))
     rows = new((max(2 * programs, 1), experts), dtype=torch.int32)

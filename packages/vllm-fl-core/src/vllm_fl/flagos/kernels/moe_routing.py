@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import need_unit_stride, power_of_2
+from .common import cdiv, need_unit_stride, power_of_2
 from .launch import fast
 
 MAX_EXPERTS, MAX_CHOICES = 1024, 32
@@ -126,7 +126,7 @@ def _launch(
         return
     columns = power_of_2(experts)
     rows = max(_ENTRIES // columns, 1)
-    _topk[(triton.cdiv(tokens, rows),)](
+    _topk[(cdiv(tokens, rows),)](
         *outputs, logits, bias, tokens, experts, float(factor),
         *(x.stride(0) for x in outputs), logits.stride(0),
         SIGMOID=is_sigmoid, RENORMALIZE=renormalize, BIASED=bias is not None,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import GRID_ROWS
+from .common import GRID_ROWS, cdiv
 from .launch import fast
 
 _BLOCK, _WARPS = 1024, 4
@@ -68,7 +68,7 @@ def sum_routes(
     tokens, topk, size = input.shape
     if not output.numel():
         return
-    grid = (triton.cdiv(size, _BLOCK), min(tokens, GRID_ROWS), triton.cdiv(tokens, GRID_ROWS))
+    grid = (cdiv(size, _BLOCK), min(tokens, GRID_ROWS), cdiv(tokens, GRID_ROWS))
     _sum[grid](
         input, output, topk_ids, expert_map, tokens, size, num_experts, *input.stride(), *output.stride(),
         K=topk, HAS_IDS=topk_ids is not None, HAS_MAP=expert_map is not None, BLOCK=_BLOCK,

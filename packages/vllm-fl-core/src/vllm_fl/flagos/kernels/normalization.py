@@ -8,12 +8,14 @@ device.
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .activation import activate
-from .common import need_unit_stride, power_of_2, rows_of, warps_for
+from .common import cdiv, need_unit_stride, power_of_2, rows_of, warps_for
 from .launch import fast
 
 _TILE = 1024  # entries that a program takes at least, in several rows if they are short
@@ -147,23 +149,28 @@ def _normalize(
     read_residual = read if residual is None else rows_of("residual", residual, width)
     out = x.new_empty(x.shape)
     total = None if residual is None else residual.new_empty(residual.shape)
-    if read.rows:
-        kernel, block, per_program = _shape(width)
-        kernel[(triton.cdiv(read.rows, per_program),)](
-            read.tensor, None if residual is None else read_residual.tensor, weight, out, total,
-            read.rows, width, epsilon, *read[2:], *read_residual[2:],
+    rows = read.rows
+    if rows:
+        kernel, block, per_program, warps = _shape(width)
+        _, _, x_inner, x_outer_stride, x_inner_stride = read
+        _, _, r_inner, r_outer_stride, r_inner_stride = read_residual
+        kernel[(cdiv(rows, per_program),)](
+            read.tensor, None if residual is None else read_residual.tensor, weight, out, total, rows, width, epsilon,
+            x_inner, x_outer_stride, x_inner_stride, r_inner, r_outer_stride, r_inner_stride,
             HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, OFFSET=offset,
-            ROWS=per_program, BLOCK=block, num_warps=warps_for(per_program * block),
+            ROWS=per_program, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return out if total is None else (out, total)
 
 
-def _shape(width: int) -> tuple[triton.JITFunction, int, int]:
-    """Kernel, block and rows a program for rows of this width."""
+@functools.cache
+def _shape(width: int) -> tuple[triton.JITFunction, int, int, int]:
+    """Kernel, block, rows a program and warps for rows of this width."""
     block = power_of_2(width)
     if block > _MOST:
-        return _rms_norm_long, _MOST // 4, 1
-    return _rms_norm, block, max(_TILE // block, 1)
+        return _rms_norm_long, _MOST // 4, 1, warps_for(_MOST // 4)
+    per_program = max(_TILE // block, 1)
+    return _rms_norm, block, per_program, warps_for(per_program * block)
 
 
 def rms_norm_gated(
@@ -188,7 +195,7 @@ def rms_norm_gated(
     out = x.new_empty(x.shape)
     if read.rows:
         per_program = max(_TILE // block, 1)
-        _rms_norm_gated[(triton.cdiv(read.rows, per_program),)](
+        _rms_norm_gated[(cdiv(read.rows, per_program),)](
             read.tensor, None if gate is None else read_gate.tensor, weight, out,
             read.rows, width, x.shape[-1] // width, epsilon, *read[2:], *read_gate[2:],
             HAS_GATE=gate is not None, NORM_FIRST=norm_before_gate, KIND=_GATES[activation],

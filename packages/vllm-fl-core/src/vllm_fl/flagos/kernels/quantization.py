@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import need_unit_stride, power_of_2, rows_of, warps_for
+from .common import cdiv, need_unit_stride, power_of_2, rows_of, warps_for
 from .launch import fast
 
 _TILE = 1024  # entries that a program quantises at least
@@ -81,7 +81,7 @@ def per_token_group_quant_fp8(
         block = power_of_2(group_size)
         per_program = max(_TILE // block, 1)
         row_stride, group_stride = (groups, 1) if scales.dim() != 2 else scales.stride()
-        _quantize_groups[(triton.cdiv(read.rows, per_program),)](
+        _quantize_groups[(cdiv(read.rows, per_program),)](
             read.tensor, quantized.view(torch.uint8), scales, read.rows, groups, group_size, eps, row_stride,
             group_stride, *read[2:], POWER_OF_2=use_ue8m0, CONVERTS=_has_float8(x), ROWS=per_program, BLOCK=block,
             num_warps=warps_for(per_program * block),
@@ -175,7 +175,7 @@ def scaled_mm(
     if block_k < 32:
         raise NotImplementedError(f"groups of {group_a} and {group_bk} along K; both must be multiples of 32")
     by_group = 2 in (kind_a, kind_b)
-    _scaled_mm[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
+    _scaled_mm[(cdiv(m, block_m) * cdiv(n, block_n),)](
         a, b, scale_a, scale_b, bias, out, m, n, k, a.stride(0), b.stride(0), b.stride(1),
         *_strides(scale_a), *_strides(scale_b), group_a, group_bk, group_bn,
         KIND_A=kind_a, KIND_B=kind_b, HAS_BIAS=bias is not None, FLOAT=a.dtype != torch.int8,
@@ -218,7 +218,7 @@ def _kind_of_b(scale: Tensor, k: int, n: int) -> tuple[int, int, int]:
     if scale.dim() == 2:
         group = _group("scale_b", k, scale.shape[0])
         # Blocks are squares where that fits; the last one may then be narrower.
-        is_square = triton.cdiv(n, group) == scale.shape[1]
+        is_square = cdiv(n, group) == scale.shape[1]
         return 2, group, group if is_square else _group("scale_b", n, scale.shape[1])
     raise NotImplementedError(f"scale_b: shape {tuple(scale.shape)}, expected [1], [1, {n}] or a matrix of blocks")
 

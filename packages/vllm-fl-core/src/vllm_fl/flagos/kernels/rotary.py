@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import need_unit_stride, power_of_2, warps_for
+from .common import cdiv, need_unit_stride, power_of_2, warps_for
 from .launch import fast
 
 _TILE = 1024  # pairs of entries, rotated or passed through, of a program
@@ -91,7 +91,7 @@ def rotary_embedding(
     half_block, pass_block = power_of_2(half), power_of_2(passed) if passed else 0
     per_head = max(half_block, pass_block // 2)
     heads = min(power_of_2(max(query_heads, key_heads)), max(_TILE // per_head, 1))
-    query_blocks, key_blocks = triton.cdiv(query_heads, heads), triton.cdiv(key_heads, heads)
+    query_blocks, key_blocks = cdiv(query_heads, heads), cdiv(key_heads, heads)
     if tokens and query_blocks + key_blocks:
         _rotary_embedding[(tokens, query_blocks + key_blocks)](
             query, key, query_out, key_out, cos, sin, position_ids, query_heads, key_heads, query_blocks, half, size,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import GRID_ROWS, need_unit_stride, power_of_2, warps_for
+from .common import GRID_ROWS, cdiv, need_unit_stride, power_of_2, warps_for
 from .launch import fast
 
 _BLOCK = 1024
@@ -48,7 +48,7 @@ def apply_repetition_penalties(
     rows, size = logits.shape
     if not rows or not size:
         return
-    grid = (triton.cdiv(size, _BLOCK), min(rows, GRID_ROWS), triton.cdiv(rows, GRID_ROWS))
+    grid = (cdiv(size, _BLOCK), min(rows, GRID_ROWS), cdiv(rows, GRID_ROWS))
     _apply_repetition_penalties[grid](
         logits, prompt_mask, output_mask, repetition_penalties, rows, size,
         logits.stride(0), prompt_mask.stride(0), output_mask.stride(0),
