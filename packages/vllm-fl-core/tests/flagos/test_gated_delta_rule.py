@@ -31,7 +31,7 @@ def test_gates_far_from_zero(device: str) -> None:
     zeros = torch.zeros(8, device=DEVICE)
     got, _ = fused_gdn_gating(zeros, x, x, zeros)
     want = -torch.logaddexp(x.double(), torch.zeros_like(x).double())
-    torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=0)
+    torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=0)
 
 
 @pytest.mark.parametrize("name", gdn_cases.names(STEP))
