@@ -162,7 +162,37 @@ def test_all_mistakes_of_a_file_at_once(capsys: pytest.CaptureFixture[str]) -> N
     )
     assert main(["config", "check", "my.yaml"]) == 2
     places = [line.partition(": ")[0] for line in capsys.readouterr().out.splitlines()]
-    assert places == ["my.yaml:1:9", "my.yaml:3:27", "my.yaml:5:16", "my.yaml:6:9"]
+    assert places == [
+        "my.yaml:1:9",
+        "my.yaml:3:3",
+        "my.yaml:3:13",
+        "my.yaml:3:27",
+        "my.yaml:4:3",
+        "my.yaml:5:16",
+        "my.yaml:6:9",
+    ]
+
+
+@pytest.mark.usefixtures("names")
+@pytest.mark.parametrize(
+    ("operators", "columns"),
+    [
+        ("rmsnorm: [vendor, a, b, reference]", [15, 33, 36]),
+        ("rmsnorm: [flagos, vendor, reference, x]", [15, 52]),
+        ("rmsnorm: a|vendor:acmee", [15, 24, 24]),
+        ("rmsnorm: {a: b}", [15, 24]),
+        ("rms norm: a", [15, 25]),
+        ("rms norm: vendor", [15]),
+        ("rmsnorm: [[a]]", [15, 25]),
+        ("rmsnorm: [vendor, vendor]", [15, 24]),
+    ],
+)
+def test_every_mistake_below_an_operator(
+    operators: str, columns: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("my.yaml").write_text(f"op_backends: {{{operators}}}\n")
+    assert main(["config", "check", "my.yaml", "--json"]) == 2
+    assert [problem["column"] for problem in json.loads(capsys.readouterr().out)["problems"]] == columns
 
 
 def test_a_sound_file_with_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from .document import Document, Location, Raw, dotted, parse, read_path
 from .keys import KEYS, REPLACED_KEYS
 from .model import LayerModel
 from .problems import LayerName, Origin, Problem
+
+_WRONG_KEY = "[key]"  # pydantic's mark for a wrong key of a mapping
 
 #: Path of an origin: (key,), (key, item) or ("op_backends", operator, token).
 OriginPath = tuple[str, ...]
@@ -39,14 +41,13 @@ def typed_layer(
 ) -> tuple[Layer, list[Problem]]:
     """Check `raw` against the model; `place` says where a value, or (True) its key, stands.
 
-    Keys with a problem are not in the layer, the others are, so that their names can be judged too.
+    What has a problem is not in the layer, everything else is, so that its names can be judged too.
     """
     try:
         model = LayerModel.model_validate(dict(raw))
     except ValidationError as error:
         details = error.errors(include_url=False)
-        wrong = {detail["loc"][0] for detail in details}
-        sound, _ = typed_layer({key: value for key, value in raw.items() if key not in wrong}, layer, place)
+        sound, _ = typed_layer(_sound(raw, [detail["loc"] for detail in details]), layer, place)
         return sound, [_problem(detail, place) for detail in details]
     values: dict[str, Any] = {}
     origins: dict[OriginPath, Origin] = {}
@@ -67,12 +68,38 @@ def typed_layer(
     return Layer(values, origins), []
 
 
+def _sound(raw: Mapping[str, Raw], wrong: Iterable[Location]) -> dict[str, Raw]:
+    """`raw` without what is wrong. A wrong token becomes a right one, so that the others keep their places."""
+    sound = dict(raw)
+    for key, *rest in wrong:
+        operators = sound.get(str(key))
+        if key != "op_backends" or not rest or not isinstance(operators, dict):
+            sound.pop(str(key), None)
+            continue
+        op_name, kept = str(rest[0]), dict(operators)
+        if rest[-1] == _WRONG_KEY:
+            kept.pop(op_name, None)
+        elif op_name in kept:
+            kept[op_name] = _sound_tokens(kept[op_name], rest[1:])
+        sound[str(key)] = kept
+    return sound
+
+
+def _sound_tokens(tokens: Raw, wrong: Sequence[int | str]) -> Raw:
+    parts = [part.strip() for part in tokens.split("|")] if isinstance(tokens, str) else tokens
+    if not wrong or not isinstance(parts, list):
+        return ["flagos"]
+    replacement = next((token for token in ("flagos", "vendor", "reference") if token not in parts), None)
+    mended = [replacement if index == wrong[0] else part for index, part in enumerate(parts)]
+    return [part for part in mended if part is not None]
+
+
 def _problem(detail: Any, place: Callable[[Location, bool], str]) -> Problem:
     location: Location = tuple(detail["loc"])
     if detail["type"] == "extra_forbidden":
         key = str(location[0])
         return Problem(place(location, True), "", _unknown_key(key))
-    if location[-1] == "[key]":  # pydantic's mark for a wrong key of a mapping
+    if location[-1] == _WRONG_KEY:
         return Problem(place(location[:-1], True), dotted(location[:1]), detail["msg"])
     return Problem(place(location, False), dotted(location), detail["msg"])
 
