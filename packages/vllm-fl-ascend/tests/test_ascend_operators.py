@@ -162,7 +162,7 @@ def test_expert_elsewhere_counts_for_nothing(simulated_npu: Any, k: int) -> None
         (
             "rms_norm",
             (torch.ones(2, 8), torch.ones(8), torch.ones(8), 1e-6),
-            "npu_add_rms_norm does not broadcast a residual",
+            "npu_rms_norm does not broadcast a residual",
         ),
         (
             "gelu_and_mul",
@@ -173,6 +173,11 @@ def test_expert_elsewhere_counts_for_nothing(simulated_npu: Any, k: int) -> None
             "rotary_embedding",
             (torch.ones(1, 1000, 4), None, torch.ones(9, 2), torch.ones(9, 2), torch.zeros(1).long(), True),
             "npu_rotary_mul takes 999 heads and 895 entries at most, not 1000 and 4",
+        ),
+        (
+            "rotary_embedding",
+            (torch.ones(1, 2, 4), None, torch.full((9, 2), 1.2), torch.ones(9, 2), torch.zeros(1).long(), True),
+            "npu_rotary_mul takes cosines and sines, not what is larger than 1",
         ),
         (
             "fused_experts",

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 
-__all__ = ["install"]
+__all__ = ["install", "replace_triton_kernels"]
 
 
 def install() -> None:
-    """Apply everything."""
+    """Apply everything that does not depend on a model runner."""
     _lead_cuda_to_npu()
     _complete_accelerator()
-    _replace_triton_kernels()
     _skip_kernel_warmup()
 
 
@@ -79,18 +77,18 @@ def _raises(function: Callable[..., Any]) -> bool:
     return False
 
 
-def _replace_triton_kernels() -> None:
-    """Without Triton for the NPU, compute the slots of a step with the dispatched operator ``compute_slot_mapping``.
+def replace_triton_kernels(runner: Any) -> None:
+    """Without Triton for the NPU, have `runner` and the rest of vLLM use the fallbacks of vLLM's CPU model runner.
 
-    Needed by 0.26 to 0.30; recognised by the kernel being a plain function of ``block_table``; from 0.32 on
-    ``Platform.register_triton_kernel_overrides`` does it.
+    For the slots of a step they call a symbol that dispatch serves, with the operator ``compute_slot_mapping``. Needed
+    by 0.26 to 0.30; recognised by the method; from 0.32 on ``Platform.register_triton_kernel_overrides`` does it.
     """
     from vllm.triton_utils import HAS_TRITON
-    from vllm.v1.worker import block_table
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    if not HAS_TRITON and hasattr(block_table, "_compute_slot_mapping_kernel"):
-        fallbacks: ModuleType = __import__("vllm.utils.cpu_triton_utils", fromlist=["_"])
-        block_table._compute_slot_mapping_kernel = fallbacks.compute_slot_mapping_kernel
+    replace = getattr(CPUModelRunner, "_postprocess_triton", None)
+    if not HAS_TRITON and replace is not None:
+        replace(runner)
 
 
 def _skip_kernel_warmup() -> None:

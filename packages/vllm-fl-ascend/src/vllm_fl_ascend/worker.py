@@ -29,6 +29,10 @@ __all__ = ["AscendModelRunner", "AscendWorker"]
 class AscendModelRunner(GPUModelRunner):
     """vLLM's first model runner. Streams, events and graphs reach it through ``compat``."""
 
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        compat.replace_triton_kernels(self)
+
     def _init_kv_zero_meta(self) -> None:
         if HAS_TRITON:  # the addresses that a kernel in Triton clears
             super()._init_kv_zero_meta()

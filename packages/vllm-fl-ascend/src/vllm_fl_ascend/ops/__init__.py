@@ -42,6 +42,7 @@ OPERATORS = (
     Operator(activation.silu_and_mul),
     Operator(activation.gelu_and_mul),
     Operator(normalization.rms_norm),
+    Operator(normalization.gemma_rms_norm),
     Operator(rotary.rotary_embedding),
     Operator(cache.reshape_and_cache),
     Operator(attention_selection.attention_backend, dtypes=None, opaque=False),

@@ -10,6 +10,8 @@ from vllm_fl_ascend.schemas import needs
 #: Limits of npu_rotary_mul: heads, and rotated entries of a head.
 MAX_HEADS = 999
 MAX_SIZE = 895
+#: Attribute of a table of angles that has been found to be within them.
+WITHIN_ONE = "_vllm_fl_within_one"
 
 
 @needs("npu::npu_rotary_mul")
@@ -23,12 +25,27 @@ def rotary_embedding(
             raise NotImplementedError(
                 f"npu_rotary_mul takes {MAX_HEADS} heads and {MAX_SIZE} entries at most, not {x.shape[1]} and {rotated}"
             )
+    for table in (cos, sin):
+        _check_range(table)
     if query.shape[0] == 0:
         return query.new_empty(query.shape) if key is None else (query.new_empty(query.shape), key.new_empty(key.shape))
     wide_cos, wide_sin = (_spread(table[position_ids].to(query.dtype), is_neox_style) for table in (cos, sin))
     mode = "half" if is_neox_style else "interleave"
     out = _rotate(query, wide_cos, wide_sin, mode)
     return out if key is None else (out, _rotate(key, wide_cos, wide_sin, mode))
+
+
+def _check_range(table: Tensor) -> None:
+    """Look at a table of angles once: vLLM's layers keep theirs, and no graph is captured without a run before.
+
+    Raises:
+        NotImplementedError: there is an entry beyond 1, as in tables that YaRN has scaled.
+    """
+    if getattr(table, WITHIN_ONE, False) or torch.npu.is_current_stream_capturing():
+        return
+    if bool((table.abs() > 1).any()):
+        raise NotImplementedError("npu_rotary_mul takes cosines and sines, not what is larger than 1")
+    setattr(table, WITHIN_ONE, True)
 
 
 def _spread(angles: Tensor, is_neox_style: bool) -> Tensor:

@@ -45,6 +45,18 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-
     return out, rstd, total
 
 
+def npu_gemma_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    require_dtypes("npu_gemma_rms_norm", FLOATING, input=input)
+    require_one_dtype("npu_gemma_rms_norm", input=input, gamma=gamma)
+    require("npu_gemma_rms_norm", 1 <= input.dim() <= 8, f"input has {input.dim()} dimensions")
+    require("npu_gemma_rms_norm", gamma.shape == input.shape[-gamma.dim() :], f"gamma is {tuple(gamma.shape)}")
+    contiguous = input.is_contiguous() and gamma.is_contiguous()
+    require("npu_gemma_rms_norm", input.numel() > 0 and contiguous, "it takes no empty tensors, and none with strides")
+    x = input.float()
+    rstd = (x.square().mean(tuple(range(-gamma.dim(), 0)), keepdim=True) + epsilon).rsqrt()
+    return (x * rstd * (1 + gamma.float())).to(input.dtype), rstd
+
+
 def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
     """Layout BSND only."""
     require_dtypes("npu_rotary_mul", FLOATING, input=input, r1=r1, r2=r2)

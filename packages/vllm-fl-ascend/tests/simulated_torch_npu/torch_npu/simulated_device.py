@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -131,6 +132,8 @@ class _NpuIsCpu(TorchFunctionMode):
         if func is torch.device:
             return func(*args, **(kwargs or {}))
         kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
+        if isinstance(kwargs.get("device"), int):
+            kwargs["device"] = "cpu"
         if "pin_memory" in kwargs:
             kwargs["pin_memory"] = False
         if func is torch.Tensor.pin_memory:
@@ -158,7 +161,16 @@ def take_npu_for_cpu() -> None:
     implement = torch.library.Library.impl
 
     def impl(self: Any, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> Any:
-        return implement(self, op_name, fn, "CPU" if dispatch_key == "PrivateUse1" else dispatch_key, **options)
+        if dispatch_key != "PrivateUse1":
+            return implement(self, op_name, fn, dispatch_key, **options)
+
+        # PyTorch leaves the mode for the call of an operator, and an operator may create tensors.
+        @functools.wraps(fn)
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with _NpuIsCpu():
+                return fn(*args, **kwargs)
+
+        return implement(self, op_name, kernel, "CPU", **options)
 
     torch.library.Library.impl = impl  # type: ignore[method-assign]
     torch.distributed.Backend.register_backend("hccl", _gloo, devices=["npu"])
