@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from compare_helpers import WRONG, implementation
 
+from vllm_fl.catalog import CATALOG, InputMaker
 from vllm_fl.compare import Filters, Place, load_dump, parse_numbers
 from vllm_fl.compare.bisect import smallest
 from vllm_fl.compare.model import _layers, _tokens
 from vllm_fl.compare.places import Tracker, is_layer
 from vllm_fl.compare.shadow import Shadow
-from vllm_fl.dispatch import OpManager, call_op
+from vllm_fl.dispatch import BackendImplKind, OpImpl, OpManager, SelectionPolicy, call_op, set_global_policy
+from vllm_fl.testing.subjects import reference_implementations
 
 
 class Layer(torch.nn.Module):
@@ -114,6 +117,26 @@ def test_a_second_implementation_that_fails(manager: OpManager, tmp_path: Path) 
     manager.unwatch(shadow)
     (pairing,) = shadow.pairings.values()
     assert pairing.failed == "step 3, layers.0: ZeroDivisionError: no such luck"
+
+
+@pytest.mark.parametrize(
+    "op_name", [name for name, spec in CATALOG.items() if spec.cases and name != "attention_backend"]
+)
+def test_every_operator_agrees_with_itself(op_name: str, manager: OpManager, tmp_path: Path) -> None:
+    """Written arguments are the same for both, and results come in the form that is the same for all right answers."""
+    fn = reference_implementations()[op_name]
+    for name in ("one", "two"):
+        impl = OpImpl(op_name, f"vendor.{name}", BackendImplKind.VENDOR, fn, vendor=name, priority=100)
+        manager.registry.register_impl(impl)
+    orders = [SelectionPolicy(per_op_order=((op_name, (f"vendor:{name}",)),)) for name in ("one", "two")]
+    set_global_policy(orders[0])
+    shadow = Shadow(manager, orders[1], Filters(), 0, lambda: Place(1, ""), tmp_path)
+    manager.watch(shadow)
+    cases = list(itertools.islice(CATALOG[op_name].inputs(InputMaker(torch.float32)), 6))
+    for case in cases:
+        call_op(op_name, *case.args, **case.kwargs)
+    (pairing,) = shadow.pairings.values()
+    assert (pairing.calls, pairing.outside, pairing.failed, pairing.max_abs) == (len(cases), 0, "", 0.0)
 
 
 def test_no_trace_is_left(manager: OpManager, tmp_path: Path) -> None:

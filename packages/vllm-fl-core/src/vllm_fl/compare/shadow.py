@@ -105,15 +105,7 @@ class Shadow:
 
         return shadowed
 
-    def _compare(
-        self,
-        spec: OpSpec,
-        impl: OpImpl,
-        place: Place,
-        inputs: Mapping[str, Any],
-        outcome: tuple[Any, Mapping[str, Any]],
-    ) -> None:
-        mine = _canonical(spec, *outcome)
+    def _compare(self, spec: OpSpec, impl: OpImpl, place: Place, inputs: Mapping[str, Any], mine: _Outcome) -> None:
         for link, theirs in self._second_outcomes(spec, impl, inputs):
             pairing = self.pairings.setdefault(
                 (spec.name, impl.impl_id, link.impl_id), Pairing(spec.name, impl.impl_id, link.impl_id)
