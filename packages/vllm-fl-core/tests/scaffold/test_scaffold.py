@@ -144,9 +144,8 @@ def test_frame_of_the_platform_on_a_device(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(str(tmp_path / "src"))
     kind = BackendImplKind.VENDOR
     for name in ("BigCorpPlatform", "OnDevice"):
-        # It declares no probe, so that no device is asked.
         plugin = BackendPlugin("big-corp", kind, "big-corp", platform=f"vllm_fl_big_corp.platform.{name}")
-        assert list(problems_of(plugin)) == []
+        assert list(problems_of(plugin, is_here=False)) == []
     from vllm_fl_big_corp.platform import BigCorpPlatform, OnDevice
 
     assert (BigCorpPlatform.device_type, OnDevice.device_type) == ("cpu", "npu")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_fl.cli import main
-from vllm_fl.dispatch import BackendImplKind, OpImpl, OpRegistry
+from vllm_fl.dispatch import Availability, BackendImplKind, OpImpl, OpRegistry
 from vllm_fl.errors import ConfigError
 from vllm_fl.plugins import BackendPlugin
 from vllm_fl.testing import (
@@ -117,8 +117,16 @@ def test_registration_of_another_vendor() -> None:
         ),
     ],
 )
-def test_platform_class(path: str, expected: str) -> None:
+def test_platform_class(path: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bundle, "is_here", lambda self: Availability(True))
     assert violations("platform", bundle(plugin(platform=path))) == [expected]
+
+
+def test_a_platform_whose_sdk_is_missing_is_not_judged_where_its_device_is_missing() -> None:
+    result = check_backend(bundle(plugin(platform="no_such_sdk.Platform")), Options()).checks["platform"]
+    reason = "it declares no probe; VLLM_FL_PLATFORM=sample asks for it"
+    text = f"'no_such_sdk.Platform' cannot be imported: No module named 'no_such_sdk'; the probe says: {reason}"
+    assert (result.status, result.notes) == (Status.SKIPPED, [text])
 
 
 def test_what_the_base_class_leaves_open_is_named() -> None:

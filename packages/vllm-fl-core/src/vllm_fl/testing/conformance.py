@@ -107,6 +107,8 @@ class Kit:
         self.bundles = bundles
         self.options = options or Options()
         self.gaps = allow if allow is not None else sum((bundle.known_gaps() for bundle in bundles), AllowList())
+        for bundle in bundles:
+            bundle.prepare()
         has_operators = any(bundle.implementations for bundle in bundles)
         self._truths = reference_implementations() if has_operators else {}
 

@@ -19,6 +19,7 @@ from vllm_fl.errors import ConfigError
 from vllm_fl.plugins import BACKEND_GROUP, platform_file
 
 from .conformance import Options
+from .imports import unimportable
 from .results import PLATFORM_CHECKS, CheckResult, Status, Subject, Violation
 from .subjects import Bundle
 
@@ -190,4 +191,7 @@ def _platform(bundle: Bundle) -> Iterator[str]:
         raise Skip("vLLM is not installed")
     from .platform_class import problems_of
 
-    yield from problems_of(bundle.plugin)
+    here = bundle.is_here()
+    if not here and (problem := unimportable(bundle.plugin.platform)):
+        raise Skip(f"{problem}; the probe says: {here.reason}")
+    yield from problems_of(bundle.plugin, bool(here))

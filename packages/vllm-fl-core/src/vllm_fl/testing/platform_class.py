@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vllm_fl.plugins import BackendPlugin, InstalledBackend, load_object, probe
+from vllm_fl.plugins import BackendPlugin, load_object
 
 from .imports import unimportable
 
@@ -24,10 +24,12 @@ _REQUIRED = {
 _MODULE = ("current_device", "current_stream", "device_count", "synchronize")
 
 
-def problems_of(plugin: BackendPlugin) -> Iterator[str]:
+def problems_of(plugin: BackendPlugin, is_here: bool) -> Iterator[str]:
     """What the platform class of a backend lacks, or answers wrongly.
 
-    Its device methods are called only if the backend's probe finds the device.
+    Args:
+        plugin: the backend.
+        is_here: whether the device is on this machine, so that its methods can be called.
     """
     from vllm.platforms.interface import Platform
 
@@ -49,7 +51,7 @@ def problems_of(plugin: BackendPlugin) -> Iterator[str]:
         if _function(cls, name) is _function(Platform, name):
             yield f"{path}.{name} is not defined; vLLM calls it for {purpose}"
     yield from _paths(cls)
-    if probe(InstalledBackend(plugin, "", plugin.name)):
+    if is_here:
         yield from _answers(cls, path)
         if plugin.device_type not in (None, cls.device_type):
             yield f"{path}.device_type is {cls.device_type!r}, the backend declares {plugin.device_type!r}"

@@ -92,10 +92,10 @@ def badge(report: Report) -> str:
     checked = [subject for subject in report.operators if subject.status is not Status.SKIPPED]
     good = sum(subject.status is not Status.FAILED for subject in checked)
     gaps = sum(result.status is Status.KNOWN_GAP for _, result in report.results())
-    text = f"{good} of {len(checked)} operators on {report.device}"
+    text = f"{good} of {len(checked)} operators on {report.device}" if checked else "no operator was checked"
     if gaps:
         text += f", {gaps} known gap{'s' if gaps > 1 else ''}"
-    colour = "brightgreen" if report.ok and not gaps else "yellow" if report.ok else "red"
+    colour = "red" if not report.ok else "lightgrey" if not checked else "yellow" if gaps else "brightgreen"
     label = quote("vllm-fl conformance".replace("-", "--"))
     image = f"https://img.shields.io/badge/{label}-{quote(text.replace('-', '--'))}-{colour}"
     return f"![vllm-fl conformance: {text}]({image})"

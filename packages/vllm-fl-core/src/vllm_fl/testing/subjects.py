@@ -10,12 +10,13 @@ from typing import Any
 
 from packaging.utils import canonicalize_name
 
-from vllm_fl.dispatch import PLUGIN_GROUP, BackendImplKind, OpRegistry
+from vllm_fl.dispatch import PLUGIN_GROUP, Availability, BackendImplKind, OpRegistry
 from vllm_fl.dispatch.types import OpImpl
 from vllm_fl.errors import ConfigError, FLError, did_you_mean
-from vllm_fl.plugins import BackendPlugin, installed_backends, load_object
+from vllm_fl.plugins import BackendPlugin, InstalledBackend, installed_backends, load_object, probe
 
 from .allowlist import FILE_NAME, AllowList
+from .imports import unimportable
 
 
 class MissingReferenceError(FLError, RuntimeError):
@@ -46,6 +47,20 @@ class Bundle:
     def implementations(self) -> list[OpImpl]:
         """By operator, then in the order of their registration."""
         return [impl for impls in self.registry.snapshot().impls_by_op.values() for impl in impls]
+
+    def is_here(self) -> Availability:
+        """Whether the backend's device is on this machine, as its own probe says."""
+        if self.plugin is None:
+            return Availability(False, "it declares no platform")
+        return probe(InstalledBackend(self.plugin, self.distribution, self.name))
+
+    def prepare(self) -> None:
+        """Import the platform where the device is, as vLLM does: it brings the device to PyTorch.
+
+        A failure is left to the check of the platform.
+        """
+        if self.plugin is not None and self.plugin.platform is not None and self.is_here():
+            unimportable(self.plugin.platform)
 
     def known_gaps(self) -> AllowList:
         """The allow-list that the distribution ships as ``conformance.yaml`` in its package; empty without one.

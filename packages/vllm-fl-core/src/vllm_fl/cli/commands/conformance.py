@@ -48,8 +48,10 @@ def conformance(
         from vllm_fl.testing.rendering import badge, show, write_junit
 
         options = Options(device, tuple(op or ()), tuple(dtype or ()), _numbers(tokens), tuple(check or ()), seed)
-        _require_device(device)
         bundles = find_bundles(dist)
+        for bundle in bundles:
+            bundle.prepare()
+        _require_device(device)
         gaps = AllowList.read(allow) if allow is not None else None
         reporter = Reporter(silent=as_json)
         with reporter.step("Check conformance") as step:
