@@ -92,6 +92,7 @@ class Comparison:
         layers: those that differ, by step and then from the first to the last layer.
         tokens: requests whose answers differ.
         requests: number of requests.
+        all_layers: whether every layer of every step was compared; False if their outputs were more than a rank keeps.
         at_start: (first, second) implementation of the attention, where they are not the same: compared by layers and
             tokens alone.
     """
@@ -103,6 +104,7 @@ class Comparison:
     layers: tuple[LayerDifference, ...]
     tokens: tuple[TokenDifference, ...]
     requests: int
+    all_layers: bool = True
     at_start: tuple[str, str] | None = None
 
     @property
@@ -174,6 +176,7 @@ def compare_model(
         layers=tuple(_layers(layers)),
         tokens=tuple(_tokens(answers, others)),
         requests=work.requests,
+        all_layers=all(shadow["all_layers"] for shadow in shadows),
         at_start=at_start,
     )
 

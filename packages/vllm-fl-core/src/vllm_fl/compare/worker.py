@@ -39,10 +39,10 @@ class CompareWorker:
         return {name: [c.impl.impl_id for c in s.accepted] for name, s in selections.items() if s.accepted}
 
     def fl_shadow_start(
-        self, second: Mapping[str, Any], filters: dict[str, Any], dumps: str | None, states: str | None
+        self, second: Mapping[str, Any], filters: dict[str, Any], dumps: str | None, states: str
     ) -> None:
         """Compute every call a second time by the policy `second`; keep the outputs of the layers in `states`."""
-        self._fl_states: dict[tuple[int, str], list[Any]] | None = {} if states is not None else None
+        self._fl_states: dict[tuple[int, str], list[Any]] = {}
         self._fl_states_path = states
         self._fl_kept = 0
         self._fl_filters = Filters.from_plain(filters)
@@ -62,10 +62,13 @@ class CompareWorker:
         """Stop; every pair of implementations that was seen, and whether all layers could be kept."""
         get_default_manager().unwatch(self._fl_shadow)
         self._fl_tracker.remove()
-        if self._fl_states is not None:
-            torch.save(self._fl_states, self._file_of_states())
-        pairings = [pairing.as_plain() for pairing in self._fl_shadow.pairings.values()]
-        result = {"rank": self.rank, "pairings": pairings, "steps": self._fl_tracker.step}
+        torch.save(self._fl_states, self._file_of_states())
+        result = {
+            "rank": self.rank,
+            "pairings": [pairing.as_plain() for pairing in self._fl_shadow.pairings.values()],
+            "steps": self._fl_tracker.step,
+            "all_layers": self._fl_kept <= LIMIT,
+        }
         del self._fl_shadow, self._fl_tracker, self._fl_states
         return result
 
@@ -85,11 +88,11 @@ class CompareWorker:
         return result
 
     def _file_of_states(self) -> Path:
-        return Path(str(self._fl_states_path)) / f"layers-rank{self.rank}.pt"
+        return Path(self._fl_states_path) / f"layers-rank{self.rank}.pt"
 
     def _fl_keep(self, name: str, output: Any) -> None:
         place = self._fl_tracker.place
-        if self._fl_states is None or self._fl_kept > LIMIT or not self._fl_filters.takes(place, self.rank):
+        if self._fl_kept > LIMIT or not self._fl_filters.takes(place, self.rank):
             return
         tensors = [tensor.detach().to("cpu", copy=True) for tensor in tensors_of(output)]
         self._fl_kept += sum(tensor.nbytes for tensor in tensors)
@@ -97,7 +100,7 @@ class CompareWorker:
 
     def _fl_check(self, name: str, output: Any) -> None:
         place = self._fl_tracker.place
-        expected = (self._fl_states or {}).get((place.step, name))
+        expected = self._fl_states.get((place.step, name))
         if expected is None:
             return
         for index, (got, want) in enumerate(zip(tensors_of(output), expected, strict=False)):

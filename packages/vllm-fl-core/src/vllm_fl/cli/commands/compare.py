@@ -257,6 +257,8 @@ def verdict(found: Comparison) -> list[str]:
     if found.at_start is not None:
         first, second = found.at_start
         lines.append(f"Attention is {first} under a and {second} under b: it is compared by layers and tokens alone.")
+    if not found.all_layers:
+        lines.append("Outputs of layers are more than a rank keeps: the last steps are compared by tokens alone.")
     for operator in found.operators:
         if operator.failed:
             lines.append(f"{operator.operator}: {operator.second} failed: {operator.failed}")
