@@ -114,6 +114,11 @@ def _show(reports: Sequence[ProfileReport]) -> None:
         out.print(f"{report.workload}: {report.wall_s:.2f} s under the profiler, {report.output_tokens} tokens out.")
         if report.coverage is not None:
             found = report.coverage
+            rows = [
+                (s.key[0], f"{s.calls:,}", f"{s.time_us / 1000:.2f}", f"{s.share:.1%}") for s in found.by_provider()
+            ]
+            numbers = ("launches", "ms", "share")
+            out.print(table("Kernels by provider", ("provider", *numbers), rows, right=numbers))
             text = f"Triton: {found.triton_share:.1%} of the device's time, {found.triton_share_outside_products:.1%} "
             out.print(f"{text}without matrix products ({found.product_share:.1%}), copies and communication.")
     if len(reports) == 2:
@@ -128,7 +133,7 @@ def _shares(report: ProfileReport) -> Table:
         for r in folded(report.rows)
     ]
     columns = ("operator", "implementation", "provider", "calls", "ms", "share")
-    clock = "device" if report.clock == "device" else "the workers' threads"
+    clock = "the device" if report.clock == "device" else "the workers' threads"
     return table(f"Time of {clock}, policy {report.policy}", columns, rows, right=("calls", "ms", "share"))
 
 
