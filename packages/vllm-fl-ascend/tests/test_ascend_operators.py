@@ -138,6 +138,26 @@ def test_atb_rotary_embedding(simulated_npu: Any, dtype: str, is_neox_style: boo
     assert served >= 5
 
 
+@pytest.mark.parametrize("largest", [1.0, 1.2])
+def test_angles_are_looked_at_once(simulated_npu: Any, monkeypatch: pytest.MonkeyPatch, largest: float) -> None:
+    """Not while a graph is being captured; what was found then holds for other views of the table."""
+    table = torch.full((9, 4), largest)
+
+    def is_taken(capturing: bool) -> bool:
+        monkeypatch.setattr(torch.npu, "is_current_stream_capturing", lambda: capturing)
+        cos, sin = table.chunk(2, -1)
+        try:
+            FUNCTIONS["vendor.ascend", "rotary_embedding"](
+                torch.ones(1, 2, 4), None, cos, sin, torch.zeros(1).long(), True
+            )
+        except NotImplementedError:
+            return False
+        return True
+
+    fits = largest == 1
+    assert [is_taken(True), is_taken(False), is_taken(True)] == [False, fits, fits]
+
+
 @pytest.mark.parametrize("k", [1, 3])
 def test_expert_elsewhere_counts_for_nothing(simulated_npu: Any, k: int) -> None:
     """Whatever the first expert here makes of its tokens."""

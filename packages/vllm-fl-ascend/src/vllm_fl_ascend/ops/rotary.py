@@ -10,7 +10,7 @@ from vllm_fl_ascend.schemas import needs
 #: Limits of npu_rotary_mul: heads, and rotated entries of a head.
 MAX_HEADS = 999
 MAX_SIZE = 895
-#: Attribute of a table of angles that has been found to be within them.
+#: Attribute of a table of angles that somebody has looked at: whether none is beyond 1.
 WITHIN_ONE = "_vllm_fl_within_one"
 
 
@@ -36,16 +36,21 @@ def rotary_embedding(
 
 
 def _check_range(table: Tensor) -> None:
-    """Look at a table of angles once: vLLM's layers keep theirs, and no graph is captured without a run before.
+    """Look at a table of angles, or at what it is a view of, once: to look waits for the device.
 
     Raises:
-        NotImplementedError: there is an entry beyond 1, as in tables that YaRN has scaled.
+        NotImplementedError: there is an entry beyond 1, as in tables that YaRN has scaled; or a graph is being
+            captured, and nobody has looked before.
     """
-    if getattr(table, WITHIN_ONE, False) or torch.npu.is_current_stream_capturing():
-        return
-    if bool((table.abs() > 1).any()):
+    whole = table if table._base is None else table._base
+    within: bool | None = getattr(whole, WITHIN_ONE, None)
+    if within is None:
+        if torch.npu.is_current_stream_capturing():
+            raise NotImplementedError("npu_rotary_mul takes cosines and sines; whether these are, no graph can ask")
+        within = not bool((whole.abs() > 1).any())
+        setattr(whole, WITHIN_ONE, within)
+    if not within:
         raise NotImplementedError("npu_rotary_mul takes cosines and sines, not what is larger than 1")
-    setattr(table, WITHIN_ONE, True)
 
 
 def _spread(angles: Tensor, is_neox_style: bool) -> Tensor:
