@@ -64,7 +64,7 @@ def _tpu() -> str | None:
 
 
 def _cuda() -> str | None:
-    if not _has_kernels("_C*.so", "_moe_C*.so"):
+    if not has_kernels("_C*.so", "_moe_C*.so"):
         return None
     if nvidia_devices() > 0:
         return "vLLM has CUDA kernels and there is an NVIDIA device"
@@ -74,7 +74,7 @@ def _cuda() -> str | None:
 
 
 def _rocm() -> str | None:
-    if _has_kernels("_rocm_C*.so") and Path("/dev/kfd").exists():
+    if has_kernels("_rocm_C*.so") and Path("/dev/kfd").exists():
         return "vLLM has ROCm kernels and there is an AMD device"
     return None
 
@@ -110,8 +110,8 @@ def _is_importable(module: str) -> bool:
         return module in sys.modules
 
 
-def _has_kernels(*patterns: str) -> bool:
-    """Whether vLLM's package holds compiled extensions of these names; an empty build holds none."""
+def has_kernels(*patterns: str) -> bool:
+    """Whether vLLM's package holds compiled extensions of these names, such as ``_C*.so``. Does not import it."""
     try:
         spec = importlib.util.find_spec("vllm")
     except (ImportError, ValueError):
