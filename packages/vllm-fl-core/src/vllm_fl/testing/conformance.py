@@ -240,22 +240,21 @@ def _judge(judge: Judge, options: Options) -> dict[str, str]:
             text = f"refuses all of {judge.offered} calls: {'; '.join(sorted(judge.reasons)[:3])}"
             judge.violations.append(Violation("refusal", text))
         return dict.fromkeys(_TRACED, "it takes no case")
-    skipped: dict[str, str] = {}
-    for dtype in accepted:
-        skipped.update(_judge_traced(judge, options, dtype))
-    return skipped
+    return _judge_traced(judge, options, accepted)
 
 
-def _judge_traced(judge: Judge, options: Options, dtype: torch.dtype) -> dict[str, str]:
+def _judge_traced(judge: Judge, options: Options, dtypes: Sequence[torch.dtype]) -> dict[str, str]:
     from . import tracing
     from .cases import tensors
 
     skipped = {}
-    cases = list(judge.spec.inputs(InputMaker(dtype, options.device, options.seed)))
-    if not any(tensors(judge.spec, case) for case in cases):
-        return dict.fromkeys(_TRACED, "it takes no tensors")
-    if options.wants("fake"):
-        skipped["fake"] = tracing.check_fake(judge, cases, dtype)
+    for dtype in dtypes:
+        cases = list(judge.spec.inputs(InputMaker(dtype, options.device, options.seed)))
+        if not any(tensors(judge.spec, case) for case in cases):
+            return dict.fromkeys(_TRACED, "it takes no tensors")
+        if options.wants("fake"):
+            skipped["fake"] = tracing.check_fake(judge, cases, dtype)
+    dtype = dtypes[-1]  # compilation and capture take seconds: once, in the dtype of most models
     if options.wants("compile"):
         skipped["compile"] = tracing.check_compile(judge, options.device, dtype, options.seed)
     if options.wants("graph"):
