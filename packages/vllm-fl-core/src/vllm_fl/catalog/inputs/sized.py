@@ -92,7 +92,9 @@ topk_sigmoid = topk_softmax
 
 
 def grouped_topk(maker: InputMaker, tokens: int) -> Case:
-    return _case(tokens, moe.make_logits(maker, tokens, 256), 8, 4, 8, True, 2.5, moe.make_bias(maker, 256), 1)
+    # Scores on a grid of 2 ** -5, biases on one of 2 ** -19: sums of two are exact in float32, and hardly ever equal.
+    bias = maker.integers(0, 1 << 13, 256).to(_wide(maker)) * 2.0**-19
+    return _case(tokens, moe.make_logits(maker, tokens, 256), 8, 4, 8, True, 2.5, bias, 0)
 
 
 def moe_align_block_size(maker: InputMaker, tokens: int) -> Case:
@@ -169,8 +171,14 @@ def apply_repetition_penalties(maker: InputMaker, tokens: int) -> Case:
 
 
 def apply_top_k_top_p(maker: InputMaker, tokens: int) -> Case:
-    top_p = maker.integers(1, 10, tokens).to(maker.dtype) / 10 + 0.0123
-    return _case(tokens, maker.normal(tokens, 1000, scale=4.0), maker.integers(1, 1001, tokens), top_p)
+    logits, top_k = maker.normal(tokens, 1000, scale=4.0), maker.integers(1, 1001, tokens)
+    # In the middle of the share of one of the best tokens, so that no rounding decides.
+    ranked = logits.double().sort(-1, descending=True).values
+    kept = top_k.unsqueeze(1) > maker.tensor(range(1000))
+    shares = ranked.masked_fill(~kept, float("-inf")).softmax(-1)
+    place = maker.integers(0, 8, tokens).minimum(top_k - 1).long().unsqueeze(1)
+    top_p = (shares.cumsum(-1) - shares / 2).gather(1, place).squeeze(1)
+    return _case(tokens, logits, top_k, top_p.to(_wide(maker)))
 
 
 def per_token_group_quant_fp8(maker: InputMaker, tokens: int) -> Case:
