@@ -10,6 +10,7 @@ from ops_checking import check, copy, same_bits
 
 import vllm_fl_reference.ops as ops
 from vllm_fl.catalog import CATALOG, Case, InputMaker
+from vllm_fl_reference.ops import rotary
 from vllm_fl_reference.ops.conv import _depthwise_by_taps
 
 NAN = float("nan")
@@ -234,3 +235,23 @@ def test_the_form_that_never_waits_for_a_device(name: str, monkeypatch: pytest.M
     spec = CATALOG[name]
     for case in spec.inputs(InputMaker(torch.float32)):
         check(spec, getattr(ops, name), case)
+
+
+def test_the_rotary_form_of_other_devices() -> None:
+    """One result of its own for query and key, without writing in place."""
+
+    def on_another_device(
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        position_ids: torch.Tensor,
+        is_neox_style: bool,
+    ) -> Any:
+        angles = [table[position_ids].unsqueeze(1).double() for table in (cos, sin)]
+        q = rotary._rotated(query, *angles, is_neox_style)
+        return q if key is None else (q, rotary._rotated(key, *angles, is_neox_style))
+
+    spec = CATALOG["rotary_embedding"]
+    for case in spec.inputs(InputMaker(torch.float32)):
+        check(spec, on_another_device, case)
