@@ -5,11 +5,9 @@ A process serves a few models: for each it makes the checkpoint, asks transforme
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,8 @@ import pytest
 
 pytestmark = pytest.mark.timeout(900)
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from token_comparison import LEAST_MARGIN, LENGTHS, ask, draw_prompts, engine  # noqa: E402
 
-LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 128, 300)
-NEW_TOKENS = 8
-#: Tokens are compared where the likeliest leads by this much; float32 differs by some 1e-5.
-LEAST_MARGIN = 2e-3
 #: Models by process; two processes run at a time.
 PROCESSES = (("qwen3_next", "gemma2", "gpt_oss"), ("llama", "qwen3", "qwen3_moe", "deepseek_v3"))
 MODELS = [name for names in PROCESSES for name in names]
@@ -47,60 +42,6 @@ OPERATORS = {
     "gpt_oss": {"fused_experts", "reshape_and_cache", "rms_norm", "topk_softmax"},
     "deepseek_v3": {"fused_experts", "grouped_topk", "reshape_and_cache", "rms_norm"},
 }
-
-
-def draw_prompts(model: Any) -> list[tuple[list[int], list[int], float]]:
-    """(prompt, transformers' continuation, margin) for every length, and a prompt that shares a long prefix."""
-    import tiny_models
-    import torch
-
-    random = torch.Generator().manual_seed(1)
-    found: list[tuple[list[int], list[int], float]] = []
-    for length in (*LENGTHS, -1):
-        while True:
-            prompt = torch.randint(
-                1, tiny_models.VOCABULARY, (abs(length) if length > 0 else 30,), generator=random
-            ).tolist()
-            if length < 0:
-                prompt = found[-1][0][:200] + prompt
-            answer = tiny_models.greedy(model, prompt, NEW_TOKENS)
-            if answer.margin > LEAST_MARGIN:
-                found.append((prompt, answer.tokens, answer.margin))
-                break
-    return found
-
-
-@contextmanager
-def engine(path: str, settings: dict[str, Any]) -> Iterator[Any]:
-    from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    llm = LLM(
-        model=path,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=400,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=32 << 20,
-        enforce_eager=True,
-        seed=0,
-        **settings,
-    )
-    yield llm
-    del llm
-    gc.collect()
-    cleanup_dist_env_and_memory()
-
-
-def ask(llm: Any, prompts: list[list[int]], together: bool) -> tuple[list[list[int]], list[int]]:
-    """Continuations, and how many prompt tokens came from the cache."""
-    from vllm import SamplingParams
-
-    greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, detokenize=False, ignore_eos=True)
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    batches = [requests] if together else [[request] for request in requests]
-    answers = [answer for batch in batches for answer in llm.generate(batch, greedy, use_tqdm=False)]
-    return [list(answer.outputs[0].token_ids) for answer in answers], [answer.num_cached_tokens for answer in answers]
 
 
 def run_models(names: list[str], folder: str) -> dict[str, Any]:

@@ -29,6 +29,20 @@ _COMMON: dict[str, Any] = {
     "initializer_range": 0.125,
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_LINEAR_ATTENTION: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+_LATENT_ATTENTION: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+}
 
 
 def llama() -> Any:
@@ -53,11 +67,7 @@ def qwen3_next() -> Any:
         **_EXPERTS,
         num_hidden_layers=4,
         head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        linear_conv_kernel_dim=4,
+        **_LINEAR_ATTENTION,
         shared_expert_intermediate_size=48,
         norm_topk_prob=True,
     )
@@ -91,7 +101,7 @@ def gpt_oss() -> Any:
 def deepseek_v3() -> Any:
     """A dense layer and one of eight experts in four groups, chosen by sigmoids with a bias; a shared expert."""
     return transformers.DeepseekV3Config(
-        **{**_COMMON, "num_key_value_heads": 4},
+        **{**_COMMON, **_LATENT_ATTENTION},
         num_hidden_layers=2,
         first_k_dense_replace=1,
         moe_intermediate_size=48,
@@ -102,14 +112,152 @@ def deepseek_v3() -> Any:
         n_shared_experts=1,
         routed_scaling_factor=1.5,
         q_lora_rank=None,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=24,
         # transformers knows no other way of routing; vLLM has to be told.
         topk_method="noaux_tc",
         scoring_func="sigmoid",
     )
+
+
+def qwen2() -> Any:
+    """Two layers with biases on queries, keys and values."""
+    return transformers.Qwen2Config(**_COMMON, num_hidden_layers=2)
+
+
+def qwen3_5() -> Any:
+    """The text part: three gated delta networks and one attention layer."""
+    return transformers.Qwen3_5TextConfig(**_COMMON, **_LINEAR_ATTENTION, num_hidden_layers=4, head_dim=32)
+
+
+def qwen3_5_moe() -> Any:
+    """The text part: three gated delta networks and one attention layer, experts with a shared one."""
+    return transformers.Qwen3_5MoeTextConfig(
+        **_COMMON,
+        **_LINEAR_ATTENTION,
+        **_EXPERTS,
+        num_hidden_layers=4,
+        head_dim=32,
+        shared_expert_intermediate_size=48,
+    )
+
+
+def minimax_m2() -> Any:
+    """Two layers of experts chosen by sigmoids with a bias; norms over all heads, half of a head rotated."""
+    return transformers.MiniMaxM2Config(
+        **{**_COMMON, "intermediate_size": 48},
+        num_hidden_layers=2,
+        head_dim=32,
+        rotary_dim=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        scoring_func="sigmoid",
+    )
+
+
+def minicpm3() -> Any:
+    """Two layers of latent attention; embeddings, residuals and logits scaled."""
+    return transformers.MiniCPM3Config(
+        **{**_COMMON, **_LATENT_ATTENTION, "v_head_dim": 16},
+        num_hidden_layers=2,
+        q_lora_rank=48,
+        scale_emb=2,
+        scale_depth=1.4,
+        dim_model_base=32,
+    )
+
+
+def hunyuan_dense() -> Any:
+    """Two layers with norms on queries and keys, after their rotation."""
+    return transformers.HunYuanDenseV1Config(**_COMMON, num_hidden_layers=2, head_dim=32, use_qk_norm=True)
+
+
+def hunyuan_moe() -> Any:
+    """Two layers of eight experts, two for each token, and a shared expert."""
+    return transformers.HunYuanMoEV1Config(
+        **{**_COMMON, "intermediate_size": 48},
+        num_hidden_layers=2,
+        head_dim=32,
+        use_qk_norm=True,
+        num_experts=8,
+        moe_topk=[2, 2],
+        moe_intermediate_size=[48, 48],
+        num_shared_expert=[1, 1],
+        use_mixed_mlp_moe=True,
+    )
+
+
+def glm4() -> Any:
+    """Two layers with norms before and after, biases on queries, keys and values; half of a head rotated in pairs."""
+    return transformers.Glm4Config(**_COMMON, num_hidden_layers=2, head_dim=32)
+
+
+def glm4_moe() -> Any:
+    """A dense layer and one of eight experts, chosen by sigmoids with a bias, and a shared one; half a head rotated."""
+    return transformers.Glm4MoeConfig(
+        **_COMMON,
+        num_hidden_layers=2,
+        head_dim=32,
+        use_qk_norm=True,
+        attention_bias=True,
+        first_k_dense_replace=1,
+        moe_intermediate_size=48,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        routed_scaling_factor=1.5,
+    )
+
+
+def deepseek_v2() -> Any:
+    """A dense layer and one of eight experts, chosen by a softmax; two shared experts."""
+    return transformers.DeepseekV2Config(
+        **{**_COMMON, **_LATENT_ATTENTION},
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        moe_intermediate_size=48,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=2,
+        q_lora_rank=None,
+        topk_method="greedy",
+        scoring_func="softmax",
+    )
+
+
+def gemma3() -> Any:
+    """Two layers with norms on queries and keys, the first with a window of 24 tokens and its own rotation."""
+    return transformers.Gemma3TextConfig(
+        **{**_COMMON, "tie_word_embeddings": True},
+        num_hidden_layers=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+
+
+def mixtral() -> Any:
+    """Two layers of eight experts, two for each token."""
+    return transformers.MixtralConfig(
+        **{**_COMMON, "intermediate_size": 48}, num_hidden_layers=2, num_local_experts=8, num_experts_per_tok=2
+    )
+
+
+def phi3() -> Any:
+    """Two layers, projections packed, three quarters of a head rotated; what Phi-4 and Phi-4-mini are made of."""
+    return transformers.Phi3Config(**{**_COMMON, "hidden_size": 128}, num_hidden_layers=2, partial_rotary_factor=0.75)
+
+
+def olmo2() -> Any:
+    """Two layers with norms after attention and MLP, and over all heads of queries and keys."""
+    return transformers.Olmo2Config(**_COMMON, num_hidden_layers=2)
+
+
+def ernie4_5() -> Any:
+    """Two layers, heads rotated in pairs."""
+    return transformers.Ernie4_5Config(**_COMMON, num_hidden_layers=2, head_dim=16)
 
 
 _ENCODER: dict[str, Any] = {
@@ -140,6 +288,21 @@ CONFIGURATIONS: dict[str, Callable[[], Any]] = {
     "gemma2": gemma2,
     "gpt_oss": gpt_oss,
     "deepseek_v3": deepseek_v3,
+    "qwen2": qwen2,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
+    "minimax_m2": minimax_m2,
+    "minicpm3": minicpm3,
+    "hunyuan_dense": hunyuan_dense,
+    "hunyuan_moe": hunyuan_moe,
+    "glm4": glm4,
+    "glm4_moe": glm4_moe,
+    "deepseek_v2": deepseek_v2,
+    "gemma3": gemma3,
+    "mixtral": mixtral,
+    "phi3": phi3,
+    "olmo2": olmo2,
+    "ernie4_5": ernie4_5,
 }
 
 ENCODERS: dict[str, Callable[[], Any]] = {"bert": bert, "modernbert": modernbert}
@@ -159,7 +322,8 @@ def make(name: str, path: Path, seed: int = 0, **changes: Any) -> Any:
     for attribute, value in changes.items():
         setattr(config, attribute, value)
     auto = transformers.AutoModel if name in ENCODERS else transformers.AutoModelForCausalLM
-    model = auto.from_config(config, dtype=torch.float32)
+    # Others leave out what they do not have, such as the cap on Gemma 2's scores in transformers 5.20.
+    model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
     tensors = [*model.named_parameters(), *model.named_buffers()]
     with torch.no_grad():
         for tensor_name, tensor in tensors:

@@ -1,0 +1,144 @@
+"""Compares models with transformers on the vLLM of this Python: ``python run_cells.py ANSWERS MODEL...``.
+
+Each model adds one line of JSON to the file ANSWERS: outcome ("passed", "failed" or "cannot run"), reason, seconds, and
+the operators that were called. The process ends after a failure, with code 3, since an engine may be left behind:
+scripts/matrix.py starts the next for the models that remain.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+
+PROMPTS = (1, 2, 17, 64, 300)
+#: Long prompts in pieces, and repeated ones from the prefix cache; four sequences at a time.
+SETTINGS: dict[str, Any] = {
+    "enable_prefix_caching": True,
+    "enable_chunked_prefill": True,
+    "max_num_batched_tokens": 72,
+    "max_num_seqs": 4,
+}
+ROUNDS = ("together", "alone")
+
+
+class CannotRun(Exception):
+    """One of the two sides does not know the model, or an operator is missing; no fault of the comparison."""
+
+
+def main(answers: str, *names: str) -> int:
+    for name in names:
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            outcome, reason, operators = judge(name, folder)
+        line = {
+            "model": name,
+            "outcome": outcome,
+            "reason": reason,
+            "seconds": round(time.monotonic() - start),
+            "operators": operators,
+        }
+        with Path(answers).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        if outcome == "failed":
+            return 3
+    return 0
+
+
+def judge(name: str, folder: str) -> tuple[str, str, list[str]]:
+    """(outcome, reason, operators that were called)"""
+    import traceback
+
+    from vllm_fl.dispatch import get_default_manager
+
+    manager = get_default_manager()
+    manager.count_calls(True)
+    before = dict(manager.call_counts())
+    try:
+        run = compare_embeddings if name in encoders() else compare_tokens
+        outcome, reason = run(name, folder)
+    except CannotRun as error:
+        outcome, reason = "cannot run", str(error)
+    except Exception as error:
+        traceback.print_exc()
+        outcome, reason = "failed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    counts = manager.call_counts()
+    return outcome, reason, sorted({key[0] for key in counts if counts[key] != before.get(key, 0)})
+
+
+def encoders() -> Any:
+    import tiny_models
+
+    return tiny_models.ENCODERS
+
+
+def checkpoint(name: str, folder: str) -> Any:
+    """The model of transformers.
+
+    Raises:
+        CannotRun: one of the two does not know it.
+    """
+    import tiny_models
+    import transformers
+    import vllm
+
+    try:
+        model = tiny_models.make(name, Path(folder))
+    except AttributeError as error:
+        if not str(error).startswith("module transformers has no attribute"):
+            raise
+        what = str(error).rsplit(maxsplit=1)[-1].strip("'")
+        raise CannotRun(f"transformers {transformers.__version__} has no {what}") from None
+    architecture = model.config.architectures[0]
+    if architecture not in vllm.ModelRegistry.get_supported_archs():
+        raise CannotRun(f"vLLM {vllm.__version__} has no {architecture}")
+    return model
+
+
+def compare_tokens(name: str, folder: str) -> tuple[str, str]:
+    """Greedy tokens in float32, several prompts together and each alone."""
+    from token_comparison import ask, draw_prompts, engine
+
+    drawn = draw_prompts(checkpoint(name, folder), PROMPTS)
+    prompts = [prompt for prompt, _, _ in drawn]
+    with engine(folder, SETTINGS) as llm:
+        outputs = {label: ask(llm, prompts, label == "together")[0] for label in ROUNDS}
+    wrong = [
+        f"{len(prompt)} {label}"
+        for label, answers in outputs.items()
+        for (prompt, expected, _), answer in zip(drawn, answers, strict=True)
+        if answer != expected
+    ]
+    return ("failed", f"other tokens after the prompts of {', '.join(wrong)}") if wrong else ("passed", "")
+
+
+def compare_embeddings(name: str, folder: str) -> tuple[str, str]:
+    """The normalised state of the first token, in float32."""
+    import tiny_models
+    import torch
+    from e2e_support import save_byte_tokenizer
+    from token_comparison import engine
+
+    model = checkpoint(name, folder)
+    save_byte_tokenizer(Path(folder))
+    random = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, tiny_models.VOCABULARY, (length,), generator=random).tolist() for length in PROMPTS]
+    settings = {"runner": "pooling", "max_num_seqs": 4, "skip_tokenizer_init": False}
+    with engine(folder, settings) as llm:
+        answers = llm.embed([{"prompt_token_ids": prompt} for prompt in prompts], use_tqdm=False)
+    distance = 0.0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            state = model(torch.tensor([prompt])).last_hidden_state[0, 0]
+        distance = max(distance, float((torch.tensor(answer.outputs.embedding) - state / state.norm()).abs().max()))
+    return ("passed", "") if distance < 1e-5 else ("failed", f"embeddings differ by {distance:.1e}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+    sys.exit(main(*sys.argv[1:]))
