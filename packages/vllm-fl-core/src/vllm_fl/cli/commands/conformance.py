@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from vllm_fl.cli.exits import CommandError, Exit, user_errors
+from vllm_fl.cli.output import console, examples, print_json
 
 
 def register(app: typer.Typer) -> None:
     """Adds the command to `app`."""
-    app.command()(conformance)
+    lines = (
+        "conformance acme",
+        "conformance acme --device npu --op rms_norm --tokens 1,256,16384",
+        "conformance acme --allow known.yaml --junit conformance.xml",
+    )
+    app.command(epilog=examples(*lines))(conformance)
+
+
+def _operators(incomplete: str) -> list[str]:
+    from vllm_fl.catalog import CATALOG
+
+    return [name for name in CATALOG if name.startswith(incomplete)]
+
+
+def _checks(incomplete: str) -> list[str]:
+    from vllm_fl.testing import CHECKS, PLATFORM_CHECKS
+
+    return [name for name in (*CHECKS, *PLATFORM_CHECKS) if name.startswith(incomplete)]
 
 
 def conformance(
@@ -23,10 +40,14 @@ def conformance(
     ] = None,
     device: Annotated[str, typer.Option(help="Torch device that the operators run on.")] = "cpu",
     op: Annotated[
-        list[str] | None, typer.Option(metavar="OP", help="Only this operator; may be given more than once.")
+        list[str] | None,
+        typer.Option(metavar="OP", help="Only this operator; may be given more than once.", autocompletion=_operators),
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype; may be given more than once.")] = None,
-    check: Annotated[list[str] | None, typer.Option(help="Only this check; may be given more than once.")] = None,
+    check: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this check; may be given more than once.", autocompletion=_checks),
+    ] = None,
     tokens: Annotated[
         str, typer.Option(metavar="N,N,...", help="Numbers of tokens, beside the catalogue's shapes.")
     ] = "1,33",
@@ -61,11 +82,9 @@ def conformance(
         if junit is not None:
             write_junit(report, junit)
         if as_json:
-            typer.echo(json.dumps({**report.as_dict(), "badge": badge(report)}, indent=2))
+            print_json({**report.as_dict(), "badge": badge(report)})
         else:
-            from rich.console import Console
-
-            show(report, Console())
+            show(report, console())
         if not report.ok:
             raise typer.Exit(Exit.FAILED)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from vllm_fl.cli.exits import user_errors
+from vllm_fl.cli.output import examples, print_json
 
 
 def register(app: typer.Typer) -> None:
     """Adds the command to `app`."""
-    app.command("new-backend")(new_backend)
+    app.command("new-backend", epilog=examples("new-backend acme", "new-backend acme --device npu"))(new_backend)
 
 
 def new_backend(
@@ -49,7 +49,7 @@ def new_backend(
                 "files": [str(path) for path in paths],
                 "next": commands,
             }
-            typer.echo(json.dumps(document, indent=2))
+            print_json(document)
             return
         typer.echo(f"{backend.distribution} is in {target} ({len(paths)} files). Install it, test it, serve a model:\n")
         typer.echo("\n".join(f"    {command}" for command in commands))
