@@ -44,6 +44,7 @@ LIGHT_MODULES = (
     "vllm_fl.integration",
     "vllm_fl.plugins",
     "vllm_fl.profile",
+    "vllm_fl.tune",
     "vllm_fl_reference",
     "vllm_fl_reference.plugin",
 )

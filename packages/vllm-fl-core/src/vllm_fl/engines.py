@@ -95,11 +95,27 @@ class Engine:
         """The longest sequence that the engine takes, in tokens."""
         return int(self._llm.llm_engine.model_config.max_model_len)
 
+    @property
+    def config(self) -> Any:
+        """The configuration of the engine, vLLM's ``VllmConfig``."""
+        return self._llm.llm_engine.vllm_config
+
     def generate(self, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[list[int]]:
         """The tokens that the model continues each prompt with, greedily, `output_tokens` of them.
 
         Raises:
             CommandError: a prompt and its answer are longer than the model allows.
+        """
+        return [list(output.outputs[0].token_ids) for output in self.outputs(prompts, output_tokens)]
+
+    def outputs(
+        self, prompts: Sequence[Sequence[int]], output_tokens: int, *, logprobs: int | None = None
+    ) -> list[Any]:
+        """As :meth:`generate`, vLLM's ``RequestOutput`` of each prompt.
+
+        Args:
+            prompts, output_tokens: as for :meth:`generate`.
+            logprobs: of how many likely tokens the log-probabilities are kept; None keeps none.
         """
         from vllm import SamplingParams
 
@@ -107,10 +123,11 @@ class Engine:
         if longest > self.max_length:
             text = f"{longest} tokens a request are more than the {self.max_length} that the engine takes."
             raise CommandError(text, "Shorten the input or the output, or pass --max-model-len to vLLM.", Exit.USAGE)
-        sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
+        )
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        return list(self._llm.generate(inputs, sampling, use_tqdm=False))
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """What the method of this name answers in each worker, rank by rank."""

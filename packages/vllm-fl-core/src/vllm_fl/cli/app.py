@@ -10,7 +10,11 @@ import typer
 
 from vllm_fl.version import __version__
 
-COMMANDS = ("quickstart", "info", "explain", "config", "profile", "compare", "bisect", "conformance", "new_backend")
+COMMANDS = (
+    *("quickstart", "info", "explain", "config"),
+    *("profile", "tune", "compare", "bisect"),
+    *("conformance", "new_backend"),
+)
 """Modules of `vllm_fl.cli.commands` in the order of the help; each has ``register(app)``."""
 
 

@@ -41,6 +41,12 @@ ENVIRONMENT: Mapping[str, Variable] = MappingProxyType(
         "VLLM_FL_CONFIG": Variable(
             "path of a YAML file", "", "A file of keys. What it names wins over every other layer."
         ),
+        "VLLM_FL_TUNED": Variable(
+            "auto",
+            "",
+            "Take the orders that `vllm-fl tune` has found for this model on this device; "
+            "what a file or the environment orders for an operator wins.",
+        ),
         "VLLM_FL_PLATFORM": _variable("platform"),
         "VLLM_FL_PREFER": _variable("prefer"),
         "VLLM_FL_PREFER_ENABLED": _variable("prefer_enabled"),

@@ -8,6 +8,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from vllm_fl.dispatch import get_default_manager
+from vllm_fl.tune.table import use_tuned
 
 from .platform import stamp_selection
 
@@ -29,6 +30,7 @@ class FLWorkerMixin:
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         from . import layers
 
+        use_tuned(self.vllm_config)
         native_vendor = getattr(current_platform, "native_vendor", None)
         layers.register(native_vendor)
         get_default_manager().prepare_compile()

@@ -47,16 +47,26 @@ def profile_model(
         ConfigError: the configuration is wrong.
     """
     work = workload or Workload()
-    with environment_of(policy if policy is not None else get_policy()), tempfile.TemporaryDirectory() as scratch:
+    with (
+        environment_of(policy if policy is not None else get_policy()),
+        Engine({**(arguments or {}), "model": model}, _EXTENSION) as engine,
+    ):
+        return profile_engine(engine, work, policy_name=policy_name, directory=directory)
+
+
+def profile_engine(
+    engine: Engine, workload: Workload, *, policy_name: str = PRESENT, directory: Path | None = None
+) -> ProfileReport:
+    """As :func:`profile_model`, on an engine that runs and has :class:`vllm_fl.profile.worker.ProfileWorker`."""
+    with tempfile.TemporaryDirectory() as scratch:
         kept = directory if directory is not None else Path(scratch)
         kept.mkdir(parents=True, exist_ok=True)
-        with Engine({**(arguments or {}), "model": model}, _EXTENSION) as engine:
-            engine.generate(work.prompts(engine.vocabulary, variant=1), work.output_tokens)
-            engine.call("fl_profile_start")
-            begin = time.perf_counter()
-            answers = engine.generate(work.prompts(engine.vocabulary), work.output_tokens)
-            wall_s = time.perf_counter() - begin
-            results = engine.call("fl_profile_stop", str(kept.resolve()))
+        engine.generate(workload.prompts(engine.vocabulary, variant=1), workload.output_tokens)
+        engine.call("fl_profile_start")
+        begin = time.perf_counter()
+        answers = engine.generate(workload.prompts(engine.vocabulary), workload.output_tokens)
+        wall_s = time.perf_counter() - begin
+        results = engine.call("fl_profile_stop", str(kept.resolve()))
         timelines, kernels = [], list[DeviceEvent]()
         for result in results:
             events = read_trace(result["trace"])
@@ -65,9 +75,9 @@ def profile_model(
     selection = results[0]["selection"]
     report = coverage_of(kernels) if kernels else None
     return ProfileReport(
-        model=model,
+        model=engine.model,
         policy=policy_name,
-        workload=str(work),
+        workload=str(workload),
         clock="device" if report is not None else "cpu",
         wall_s=wall_s,
         output_tokens=sum(map(len, answers)),

@@ -1,0 +1,125 @@
+"""The process that holds the engine: ``python -m vllm_fl.tune.host FD``, started by :mod:`vllm_fl.tune.engine`.
+
+It is a process of its own, and the leader of a session, so that a hang or a crash of whatever it runs ends there and
+with it. It answers one command after the other over the socket FD.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from vllm_fl.cli.exits import CommandError
+from vllm_fl.engines import Engine, Workload
+from vllm_fl.policies import environment_of, from_plain
+
+from .gate import Answer
+from .objectives import RequestTimes, Round
+
+_EXTENSION = "vllm_fl.tune.worker.TuneWorker"
+#: Tokens whose log-probabilities are kept at each position.
+_LIKELY = 8
+
+
+class Host:
+    """The engine and what the tuner asks of it; policies are what :func:`vllm_fl.policies.to_plain` makes."""
+
+    def start(self, arguments: Mapping[str, Any], policy: Mapping[str, Any], workload: Workload) -> None:
+        """Start an engine that selects by `policy`."""
+        self._policy = from_plain(policy)
+        self._work, self._variant = workload, 1
+        with environment_of(self._policy):
+            self._engine = Engine(arguments, _EXTENSION)
+        self._with_times = not arguments.get("disable_log_stats", True)
+
+    def profile(self) -> dict[str, float]:
+        """Operator to its share of the time."""
+        from vllm_fl.profile.runner import profile_engine
+
+        report = profile_engine(self._engine, self._work)
+        return {row.operator: report.share(row.operator) for row in report.operators}
+
+    def accepted(self, policy: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Operator to the implementations that a policy accepts, in order; those that every rank has."""
+        first, *others = self._engine.call("fl_chosen_by", policy)
+        return {op: [i for i in ids if all(i in o.get(op, ()) for o in others)] for op, ids in first.items()}
+
+    def key(self) -> dict[str, Any]:
+        """What the result holds for."""
+        from .table import key_of
+
+        return key_of(self._engine.config)
+
+    def use(self, policy: Mapping[str, Any]) -> None:
+        """Select by `policy` from now on."""
+        self._engine.call("fl_use_policy", policy)
+
+    def answers(self, policy: Mapping[str, Any]) -> tuple[list[Answer], dict[str, dict[str, int]]]:
+        """The answers to the same requests each time, and operator to calls of each implementation meanwhile."""
+        self.use(policy)
+        self._engine.call("fl_count_calls", True)
+        outputs = self._engine.outputs(self._prompts(0), self._work.output_tokens, logprobs=_LIKELY)
+        counts = self._engine.call("fl_call_counts")[0]
+        self._engine.call("fl_count_calls", False)
+        answers = []
+        for output in outputs:
+            best = output.outputs[0]
+            likely = [{token: float(entry.logprob) for token, entry in at.items()} for at in best.logprobs]
+            answers.append(Answer(list(best.token_ids), likely))
+        return answers, counts
+
+    def round(self, policy: Mapping[str, Any]) -> Round:
+        """One round of the workload, with prompts of its own."""
+        self.use(policy)
+        self._variant += 1
+        prompts = self._prompts(self._variant)
+        begin = time.perf_counter()
+        outputs = self._engine.outputs(prompts, self._work.output_tokens)
+        wall_s = time.perf_counter() - begin
+        times = [_times(output.metrics) for output in outputs] if self._with_times else []
+        return Round(wall_s, sum(len(output.outputs[0].token_ids) for output in outputs), times)
+
+    def _prompts(self, variant: int) -> list[list[int]]:
+        return self._work.prompts(self._engine.vocabulary, variant)
+
+
+def _times(metrics: Any) -> RequestTimes:
+    tokens = metrics.num_generation_tokens
+    further = (metrics.last_token_ts - metrics.first_token_ts) / max(1, tokens - 1)
+    return RequestTimes(metrics.first_token_latency, further, tokens)
+
+
+def serve(connection: Connection) -> None:
+    """Answer commands until the other side is gone: ("ok", result) or ("error", kind, text, remedy, code)."""
+    host = Host()
+    while True:
+        try:
+            command, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send(("ok", getattr(host, command)(*arguments)))
+        except BrokenPipeError:
+            return
+        except CommandError as error:
+            connection.send(("error", "CommandError", error.message, error.remedy, int(error.code)))
+        except Exception as error:
+            connection.send(("error", type(error).__name__, str(error), "", 1))
+
+
+def _end_with(parent: int) -> None:
+    """End this process and its children when `parent` is gone."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,80 @@
+"""The measurer and its watchdog, with a process in the place of the one that holds the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_fl.cli.exits import CommandError, Exit
+from vllm_fl.dispatch import SelectionPolicy
+from vllm_fl.engines import Workload
+from vllm_fl.tune import TrialFailed
+from vllm_fl.tune import engine as module
+from vllm_fl.tune.engine import EngineMeasurer
+
+POLICY = SelectionPolicy(per_op_order=(("gate", ("vendor",)),))
+
+
+@pytest.fixture
+def measurer(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineMeasurer]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setattr(module, "HOST", "planted_host")
+    with EngineMeasurer({"model": "m"}, POLICY, Workload(), hang_s=2.0) as made:
+        made.check(made.space().baseline)
+        yield made
+
+
+def test_the_space_leaves_out_what_an_engine_decides_at_its_start(measurer: EngineMeasurer) -> None:
+    (operator,) = measurer.space().operators
+    assert (operator.name, operator.share, operator.implementations[0]) == ("norm", 0.4, "good")
+
+
+def test_a_mix_is_a_policy_that_keeps_the_other_orders(measurer: EngineMeasurer) -> None:
+    policy = measurer.policy_of({"norm": "dies"})
+    assert policy.get_per_op_order("gate") == ["vendor"]
+    order = policy.get_per_op_order("norm")
+    assert order is not None
+    assert order[:2] == ["impl:dies", "impl:good"]
+    assert policy.strict is False
+
+
+def test_the_engine_stays_up(measurer: EngineMeasurer) -> None:
+    assert [measurer.measure({"norm": "good"}) for _ in range(3)] == [0.05] * 3
+    assert measurer.starts == 1
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ("raises", "crash: ValueError: planted"),
+        ("memory", "out of memory: RuntimeError: CUDA out of memory. Tried to allocate"),
+        ("hangs", "hang: no answer within 2 s"),
+        ("dies", "crash: the engine's process was ended by SIGKILL, as when memory runs out"),
+    ],
+)
+def test_a_failure_ends_the_engine_and_the_next_mix_has_a_new_one(
+    measurer: EngineMeasurer, chosen: str, message: str
+) -> None:
+    with pytest.raises(TrialFailed) as caught:
+        measurer.measure({"norm": chosen})
+    assert str(caught.value) == message
+    assert measurer.measure({"norm": "good"}) == 0.05
+    assert measurer.starts == 2
+
+
+def test_an_implementation_that_serves_no_call_is_refused(measurer: EngineMeasurer) -> None:
+    with pytest.raises(TrialFailed) as caught:
+        measurer.check({"norm": "unused"})
+    assert str(caught.value) == "not used: unused took none of the calls of norm"
+
+
+def test_graphs_are_refused_with_the_remedy(measurer: EngineMeasurer) -> None:
+    with pytest.raises(CommandError) as caught:
+        measurer.measure({"norm": "graphs"})
+    assert caught.value.code is Exit.USAGE
+    assert str(caught.value) == (
+        "The engine has compiled or captured graphs, which hold the selection.\n"
+        "Remedy: Pass --enforce-eager: an engine without graphs can change the implementation of an operator."
+    )

@@ -1,0 +1,184 @@
+"""How a search ends, what it does with failures, and how it goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import optuna
+import pytest
+
+from vllm_fl.errors import ConfigError
+from vllm_fl.tune import (
+    BaselineFailedError,
+    Budget,
+    Mix,
+    Operator,
+    Rule,
+    SearchSpace,
+    Study,
+    TrialFailed,
+    search,
+    search_space,
+)
+
+SPACE = SearchSpace((Operator("norm", ("slow", "fast"), 0.3), Operator("gate", ("fast", "slow", "worst"), 0.5)))
+RULE = Rule(max_rounds=6)
+COSTS = {"fast": 1.0, "slow": 1.2, "worst": 2.0}
+
+
+class Steady:
+    """A measurer without noise: a second a round, as many calls of measure as `calls` allows before `at_end`."""
+
+    def __init__(self, fails: tuple[str, str, str] | None = None, interrupt_at: int | None = None) -> None:
+        self.fails, self.interrupt_at = fails, interrupt_at
+        self.calls, self.clock = 0, 0.0
+        self.slower = 1.0
+
+    def check(self, mix: Mix) -> None:
+        if self.fails is not None and mix[self.fails[0]] == self.fails[1]:
+            raise TrialFailed(self.fails[2], "planted")  # type: ignore[arg-type]
+
+    def measure(self, mix: Mix) -> float:
+        self.calls += 1
+        if self.calls == self.interrupt_at:
+            raise KeyboardInterrupt
+        self.clock += 1.0
+        return self.slower * COSTS[mix["norm"]] * COSTS[mix["gate"]]
+
+    def now(self) -> float:
+        return self.clock
+
+
+def test_operators_go_by_share_and_the_best_is_found() -> None:
+    found = search(Study(SPACE, sampler="greedy"), Steady(), rule=RULE)
+    assert found.stop == "nothing left to try"
+    assert found.mix == {"norm": "fast", "gate": "fast"}
+    assert [trial.changed for trial in found.history.trials[:3]] == [
+        {"gate": "slow"},
+        {"gate": "worst"},
+        {"norm": "fast"},
+    ]
+    assert [trial.outcome for trial in found.history.trials[:3]] == ["not better", "not better", "better"]
+
+
+@pytest.mark.parametrize("reason", ["crash", "hang", "nan", "out of memory", "inaccurate", "not used"])
+def test_a_failure_is_a_failed_trial_with_its_reason(reason: str) -> None:
+    study = Study(SPACE, sampler="greedy")
+    found = search(study, Steady(("norm", "fast", reason)), rule=RULE)
+    assert found.mix == SPACE.baseline
+    (trial,) = [trial for trial in found.history.trials if trial.changed == {"norm": "fast"}]
+    assert (trial.outcome, trial.reason, trial.text) == ("failed", reason, "planted")
+    assert study.optuna.trials[trial.number].state is optuna.trial.TrialState.FAIL
+
+
+def test_a_baseline_that_fails_ends_the_search() -> None:
+    with pytest.raises(BaselineFailedError) as caught:
+        search(Study(SPACE), Steady(("norm", "slow", "crash")))
+    assert str(caught.value) == "the baseline cannot be tuned: crash: planted"
+
+
+class Dying(Steady):
+    """Works for the first two pairs, and never again."""
+
+    def measure(self, mix: Mix) -> float:
+        if mix == SPACE.baseline and self.calls > 4:
+            raise TrialFailed("crash", "no device")
+        return super().measure(mix)
+
+
+def test_a_baseline_that_dies_is_not_blamed_on_the_mixes() -> None:
+    study = Study(SPACE, sampler="greedy")
+    with pytest.raises(BaselineFailedError) as caught:
+        search(study, Dying(), rule=RULE)
+    assert str(caught.value) == "the best mix so far has failed 3 times in a row: crash: no device"
+    assert study.history().unusable == set()
+
+
+@pytest.mark.parametrize("call", [1, 20])
+def test_ctrl_c_ends_with_the_best_so_far(call: int) -> None:
+    study = Study(SPACE, sampler="greedy")
+    found = search(study, Steady(interrupt_at=call), rule=RULE)
+    assert found.stop == "interrupted"
+    assert found.ratio is None
+    assert found.mix == found.history.best
+    again = search(study, Steady(), rule=RULE)
+    assert again.mix == {"norm": "fast", "gate": "fast"}
+
+
+def test_the_time_holds_the_last_comparison_too() -> None:
+    measurer = Steady()
+    found = search(Study(SPACE, sampler="tpe"), measurer, budget=Budget(seconds=60.0), rule=RULE)
+    assert found.stop in ("time", "nothing left to try")
+    assert found.seconds <= 60.0 + 2 * RULE.first
+
+
+class Slowing(Steady):
+    def check(self, mix: Mix) -> None:
+        self.slower *= 1.1
+
+
+def test_a_machine_that_slows_down_is_seen_and_misleads_nobody() -> None:
+    found = search(Study(SPACE, sampler="greedy"), Slowing(), rule=RULE)
+    assert found.mix == {"norm": "fast", "gate": "fast"}
+    assert [round(trial.drift, 3) for trial in found.history.trials[:3]] == [0.0, 0.095, 0.191]
+
+
+def test_a_study_that_exists_is_not_gone_on_with_by_itself(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    search(Study(SPACE, storage=url, sampler="greedy"), Steady(), rule=RULE, budget=Budget(trials=2))
+    with pytest.raises(ConfigError) as caught:
+        Study(SPACE, storage=url)
+    assert str(caught.value) == (
+        f"the study 'vllm-fl tune' exists in {url}; pass --resume to go on with it, or remove it"
+    )
+    other = SearchSpace((Operator("norm", ("slow", "fast"), 0.3),))
+    with pytest.raises(ConfigError) as caught:
+        Study(other, storage=url, resume=True)
+    assert str(caught.value) == (
+        "the study 'vllm-fl tune' is one of something else: space is"
+        f" {SPACE.fingerprint()!r} there and {other.fingerprint()!r} here; give the same again, or begin a new study"
+    )
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {here!r})
+from test_tune_search import RULE, SPACE, Steady, Study, search
+
+class Killed(Steady):
+    def measure(self, mix):
+        if self.calls == {call}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().measure(mix)
+
+search(Study(SPACE, storage={url!r}, sampler="greedy"), Killed(), rule=RULE)
+"""
+
+
+@pytest.mark.parametrize(("call", "finished"), [(0, 0), (19, 2)])
+def test_kill_9_loses_the_running_trial_alone(tmp_path: Path, call: int, finished: int) -> None:
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    code = KILLED.format(here=str(Path(__file__).parent), call=call, url=url)
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ}, check=False)
+    assert done.returncode == -signal.SIGKILL
+    study = Study(SPACE, storage=url, sampler="greedy", resume=True)
+    before = study.history().trials
+    assert len(before) == finished
+    found = search(study, Steady(), rule=RULE)
+    assert list(found.history.trials[:finished]) == list(before)
+    assert found.mix == {"norm": "fast", "gate": "fast"}
+    states = [trial.state for trial in study.optuna.trials]
+    assert optuna.trial.TrialState.RUNNING not in states
+    assert [t.changed for t in found.history.trials[:3]] == [{"gate": "slow"}, {"gate": "worst"}, {"norm": "fast"}]
+
+
+def test_the_space_has_what_the_profile_saw_and_a_choice() -> None:
+    shares = {"norm": 0.1, "gate": 0.4, "alone": 0.3, "tiny": 0.001, "unknown": 0.1}
+    accepted = {"norm": ["a", "b"], "gate": ["a", "b", "c"], "alone": ["a"], "tiny": ["a", "b"], "unseen": ["a", "b"]}
+    space = search_space(shares, accepted, min_share=0.002)
+    assert [operator.name for operator in space.operators] == ["gate", "norm"]
+    assert (space.baseline, space.size) == ({"gate": "a", "norm": "a"}, 6)

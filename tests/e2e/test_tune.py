@@ -1,0 +1,123 @@
+"""tune on vLLM, with implementations planted that are slow, wrong, and crash; then what it wrote, in new engines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e_support import Fresh, TinyModel
+
+#: silu_and_mul and rms_norm begin with one that sleeps. One rms_norm would be the fastest and is wrong, one
+#: silu_and_mul raises.
+PLANTED = """
+import time, torch
+from vllm_fl.dispatch import BackendImplKind, OpImpl
+
+def slow_silu_and_mul(x):
+    time.sleep(0.003)
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+def raising_silu_and_mul(x):
+    raise RuntimeError("planted")
+
+def rms_norm(x, residual, weight, epsilon):
+    total = x if residual is None else x + residual
+    y = torch.nn.functional.rms_norm(total, (x.shape[-1],), weight, epsilon)
+    return y if residual is None else (y, total)
+
+def slow_rms_norm(x, residual, weight, epsilon):
+    time.sleep(0.001)
+    return rms_norm(x, residual, weight, epsilon)
+
+def wrong_rms_norm(x, residual, weight, epsilon):
+    return x if residual is None else (x, residual)
+
+def register(registry):
+    for op, name, fn, priority in (
+        ("silu_and_mul", "slow", slow_silu_and_mul, 100),
+        ("silu_and_mul", "raising", raising_silu_and_mul, 90),
+        ("rms_norm", "slow", slow_rms_norm, 100),
+        ("rms_norm", "wrong", wrong_rms_norm, 90),
+    ):
+        registry.register_impl(
+            OpImpl(op, f"vendor.{name}", BackendImplKind.VENDOR, fn, vendor=name, priority=priority)
+        )
+"""
+
+
+def tune_and_use(model: str, folder: str) -> dict[str, Any]:
+    """Tune; then the selections of an engine with the policy file, and of one that looks the table up."""
+    from vllm_fl.cli import main
+    from vllm_fl.dispatch import reset_global_policy
+    from vllm_fl.engines import Engine
+
+    os.chdir(folder)
+    size = ["--input-len", "16", "--output-len", "8", "--requests", "2"]
+    extra = ["--dtype", "float32", "--max-model-len", "128", "--enforce-eager"]
+    printed = Path("printed.json")
+    with printed.open("w") as out, contextlib.redirect_stdout(out):
+        code = main(["tune", model, *size, *extra, "--budget", "10m", "--sampler", "greedy", "--json"])
+    selections = {}
+    arguments = {"model": model, "dtype": "float32", "max_model_len": 128, "enforce_eager": True}
+    for name, value in (("VLLM_FL_CONFIG", "vllm-fl-tune/policy.yaml"), ("VLLM_FL_TUNED", "auto")):
+        os.environ[name] = value
+        reset_global_policy()
+        with Engine(arguments, in_process=True) as engine:
+            (selections[name],) = engine.call("fl_selection")
+        del os.environ[name]
+    return {"code": code, "out": printed.read_text(), "selections": selections}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tune")
+
+
+@pytest.fixture(scope="module")
+def tuned(fresh: Fresh, tiny_llama: TinyModel, folder: Path) -> dict[str, Any]:
+    (folder / "planted.py").write_text(PLANTED)
+    env = {
+        "PYTHONPATH": str(folder),
+        "VLLM_FL_PLUGIN_MODULES": "planted",
+        "VLLM_FL_PREFER": "vendor",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
+    outcome = fresh(tune_and_use, model=str(tiny_llama.path), folder=str(folder), env=env)
+    log = folder / "vllm-fl-tune" / "vllm.log"
+    assert outcome.value["code"] == 0, outcome.log + outcome.value["out"] + log.read_text()
+    return {**outcome.value, "document": json.loads(outcome.value["out"])}
+
+
+def test_the_slow_ones_are_replaced_and_the_gain_is_certain(tuned: dict[str, Any]) -> None:
+    document = tuned["document"]
+    assert document["baseline"]["silu_and_mul"] == document["baseline"]["rms_norm"] == "vendor.slow"
+    assert document["changed"].keys() >= {"silu_and_mul", "rms_norm"}
+    assert document["stop"] == "nothing left to try"
+    assert document["ratio"]["low"] > 1.0
+
+
+def test_the_wrong_and_the_crashing_one_are_refused_with_their_reasons(tuned: dict[str, Any]) -> None:
+    failed = {next(iter(t["changed"].items())): t for t in tuned["document"]["trials"] if t["outcome"] == "failed"}
+    assert failed.keys() == {("silu_and_mul", "vendor.raising"), ("rms_norm", "vendor.wrong")}
+    assert failed["silu_and_mul", "vendor.raising"]["reason"] == "crash"
+    assert failed["rms_norm", "vendor.wrong"]["reason"] == "inaccurate"
+    assert tuned["document"]["engine_starts"] == 2
+
+
+@pytest.mark.parametrize("how", ["VLLM_FL_CONFIG", "VLLM_FL_TUNED"])
+def test_what_was_written_selects_the_mix(tuned: dict[str, Any], how: str) -> None:
+    mix = tuned["document"]["mix"]
+    assert {operator: tuned["selections"][how][operator] for operator in mix} == mix
+
+
+def test_the_page_shows_every_trial(tuned: dict[str, Any], folder: Path) -> None:
+    page = (folder / "vllm-fl-tune" / "tune.html").read_text()
+    assert page.count("<circle") == len(tuned["document"]["trials"])
+    assert "rms_norm=vendor.wrong" in page
