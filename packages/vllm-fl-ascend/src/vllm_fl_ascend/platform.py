@@ -108,13 +108,16 @@ class AscendPlatform(FLPlatform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        """vLLM 0.32 and later: without Triton for the NPU, the fallbacks of vLLM's CPU platform."""
+        """vLLM 0.31 and later: without Triton for the NPU, the fallbacks of vLLM's CPU platform."""
         from vllm.triton_utils import HAS_TRITON
 
         if not HAS_TRITON:
             from vllm.platforms.cpu import CpuPlatform
 
+            from vllm_fl.integration.compat import override_slot_mapping
+
             CpuPlatform.register_triton_kernel_overrides()
+            override_slot_mapping()
 
     # --- configuration ---
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import types
 from typing import Any
 
@@ -125,3 +127,43 @@ def test_a_function_that_is_not_known_is_left_alone(original: Any, monkeypatch: 
     assert warnings == [
         "vllm.some_module.known is not the function that vllm-fl knows: vLLM's own code serves it, dispatch does not"
     ]
+
+
+KERNEL = (
+    *("num_tokens", "max_num_tokens", "query_start_loc_ptr", "positions_ptr", "block_table_ptr", "block_table_stride"),
+    *("slot_mapping_ptr", "KV_CACHE_BLOCK_SIZE", "TOTAL_CP_WORLD_SIZE", "TOTAL_CP_RANK", "PAD_ID"),
+)
+
+
+@pytest.mark.parametrize(("more", "overridden"), [(0, False), (2, True)], ids=["fits", "two parameters more"])
+def test_slot_mapping_goes_to_dispatch_where_the_fallback_of_vllm_does_not_fit(
+    more: int, overridden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts of vLLM 0.32 that it looks at are simulated."""
+    import vllm.utils.cpu_triton_utils
+    import vllm.v1.worker.block_table
+
+    def fallback(*args: Any) -> None:
+        raise AssertionError("called")
+
+    names = [*KERNEL, "block_size", "BLOCKS_PER_KV_BLOCK"][: len(KERNEL) + more]
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    fallback.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    registered: dict[str, Any] = {}
+    dispatcher = types.ModuleType("vllm.triton_utils.dispatcher")
+    dispatcher.register_kernels = registered.update  # type: ignore[attr-defined]
+    kernel = types.SimpleNamespace(kernel=types.SimpleNamespace(arg_names=KERNEL))
+    monkeypatch.setitem(sys.modules, dispatcher.__name__, dispatcher)
+    monkeypatch.setattr(vllm.utils.cpu_triton_utils, "_compute_slot_mapping_kernel_impl", fallback)
+    monkeypatch.setattr(vllm.v1.worker.block_table, "ComputeSlotMappingKernel", kernel, raising=False)
+
+    compat.override_slot_mapping()
+
+    assert list(registered) == ["vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"] * overridden
+    if overridden:
+        slots = torch.full((4,), 9)
+        start, positions = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([3, 4, 5])
+        table = torch.tensor([[7, 5]], dtype=torch.int32)
+        (launch,) = registered.values()
+        launch(3, 4, start, positions, table, 2, slots, 4, 1, 0, -1)
+        assert slots.tolist() == [31, 20, 21, -1]

@@ -13,6 +13,7 @@ from vllm.platforms.interface import PlatformEnum
 from vllm.utils.cpu_resource_utils import DEVICE_CONTROL_ENV_VAR, get_memory_node_info, get_visible_memory_node
 
 from vllm_fl.errors import ConfigError
+from vllm_fl.integration.compat import override_slot_mapping
 from vllm_fl.integration.platform import FLPlatform
 from vllm_fl.logging import get_logger
 
@@ -119,10 +120,13 @@ class ReferencePlatform(FLPlatform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        """vLLM 0.32 and later: replace its Triton kernels by the fallbacks of its CPU platform."""
+        """vLLM 0.31 and later: replace its Triton kernels by the fallbacks of its CPU platform."""
         from vllm.platforms.cpu import CpuPlatform
+        from vllm.triton_utils import HAS_TRITON
 
-        CpuPlatform.register_triton_kernel_overrides()
+        if not HAS_TRITON:
+            CpuPlatform.register_triton_kernel_overrides()
+            override_slot_mapping()
 
     # --- configuration ---
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm_fl.logging import get_logger
 
-__all__ = ["declare_environment", "define_missing_symbols", "install"]
+__all__ = ["declare_environment", "define_missing_symbols", "install", "override_slot_mapping"]
 
 
 def install() -> None:
@@ -123,6 +123,40 @@ def _define(symbol: str, schema: str, function: Callable[..., Any]) -> None:
         _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
     _libraries[namespace].define(name + schema)
     _libraries[namespace].impl(name, function, "CompositeExplicitAutograd")
+
+
+def override_slot_mapping() -> None:
+    """Send vLLM's Triton kernel of slot mappings to dispatch where vLLM's own fallback for it does not fit.
+
+    Needed by 0.32.0 without Triton, whose fallback has two parameters more than the kernel and gets wrong arguments;
+    recognised by the numbers of parameters, and by the size of a block being the kernel's eighth; can go with 0.32.
+    Call it after the fallbacks have been registered.
+    """
+    from vllm.triton_utils.dispatcher import register_kernels
+    from vllm.utils.cpu_triton_utils import _compute_slot_mapping_kernel_impl as fallback
+    from vllm.v1.worker.block_table import ComputeSlotMappingKernel
+
+    from vllm_fl.dispatch import bind
+
+    names = ComputeSlotMappingKernel.kernel.arg_names
+    if len(names) == len(inspect.signature(fallback).parameters) or names[7:8] != ("KV_CACHE_BLOCK_SIZE",):
+        return
+    op = bind("compute_slot_mapping")
+
+    def compute_slot_mapping(
+        num_tokens: int,
+        max_num_tokens: int,
+        query_start_loc: Any,
+        positions: Any,
+        block_table: Any,
+        block_table_stride: int,
+        slot_mapping: Any,
+        block_size: int,
+        *context_parallel: int,
+    ) -> None:
+        op.fn(query_start_loc, positions, block_table, slot_mapping, block_size)
+
+    register_kernels({"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": compute_slot_mapping})
 
 
 def _guard_accelerator() -> None:
