@@ -7,6 +7,7 @@ scripts/matrix.py starts the next for the models that remain.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import tempfile
@@ -54,6 +55,7 @@ def judge(name: str, folder: str) -> tuple[str, str, list[str]]:
     """(outcome, reason, operators that were called)"""
     import traceback
 
+    declare_vision_operators()
     from vllm_fl.dispatch import get_default_manager
 
     manager = get_default_manager()
@@ -69,6 +71,29 @@ def judge(name: str, folder: str) -> tuple[str, str, list[str]]:
         outcome, reason = "failed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
     counts = manager.call_counts()
     return outcome, reason, sorted({key[0] for key in counts if counts[key] != before.get(key, 0)})
+
+
+@functools.cache
+def declare_vision_operators() -> None:
+    """Make torchvision importable, if its build is for a CUDA torch and could not load its operators here.
+
+    vLLM imports it with models whose vision part is not used here. The build from PyPI is of that sort.
+    """
+    import torch
+
+    try:
+        import torchvision  # noqa: F401
+    except ModuleNotFoundError:
+        return
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _libraries.append(library)
+
+
+#: They vanish with their Library.
+_libraries: list[Any] = []
 
 
 def encoders() -> Any:

@@ -150,6 +150,8 @@ def minimax_m2() -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         num_local_experts=8,
         num_experts_per_tok=2,
+        # For vLLM; transformers knows nothing else.
+        use_routing_bias=True,
         scoring_func="sigmoid",
     )
 
