@@ -25,7 +25,7 @@ from vllm_fl.dispatch import BackendImplKind, OpImpl
 def silu_and_mul(x):
     begin = time.perf_counter()
     gate, up = x.chunk(2, dim=-1)
-    time.sleep(0.02)
+    time.sleep(0.05)
     y = torch.nn.functional.silu(gate) * up
     if torch.autograd._profiler_enabled():
         with open(os.environ["PLANTED_LOG"], "a") as log:
