@@ -51,10 +51,11 @@ def register(registry):
 
 
 def tune_and_use(model: str, folder: str) -> dict[str, Any]:
-    """Tune; then the selections of an engine with the policy file, and of one that looks the table up."""
+    """Tune; then the selections by the policy file, and those of an engine that looks the table up."""
     from vllm_fl.cli import main
-    from vllm_fl.dispatch import reset_global_policy
+    from vllm_fl.dispatch import get_default_manager, policy_context
     from vllm_fl.engines import Engine
+    from vllm_fl.policies import parse_policy
 
     os.chdir(folder)
     size = ["--input-len", "16", "--output-len", "8", "--requests", "2"]
@@ -62,14 +63,14 @@ def tune_and_use(model: str, folder: str) -> dict[str, Any]:
     printed = Path("printed.json")
     with printed.open("w") as out, contextlib.redirect_stdout(out):
         code = main(["tune", model, *size, *extra, "--budget", "10m", "--sampler", "greedy", "--json"])
-    selections = {}
+    policy = parse_policy("vllm-fl-tune/policy.yaml", "--policy")
+    with policy_context(policy):
+        by_file = get_default_manager().selections()
+    os.environ["VLLM_FL_TUNED"] = "auto"
     arguments = {"model": model, "dtype": "float32", "max_model_len": 128, "enforce_eager": True}
-    for name, value in (("VLLM_FL_CONFIG", "vllm-fl-tune/policy.yaml"), ("VLLM_FL_TUNED", "auto")):
-        os.environ[name] = value
-        reset_global_policy()
-        with Engine(arguments, in_process=True) as engine:
-            (selections[name],) = engine.call("fl_selection")
-        del os.environ[name]
+    with Engine(arguments, in_process=True) as engine:
+        (by_table,) = engine.call("fl_selection")
+    selections = {"file": {op: s.chosen.impl.impl_id for op, s in by_file.items() if s.chosen}, "table": by_table}
     return {"code": code, "out": printed.read_text(), "selections": selections}
 
 
@@ -111,7 +112,7 @@ def test_the_wrong_and_the_crashing_one_are_refused_with_their_reasons(tuned: di
     assert tuned["document"]["engine_starts"] == 2
 
 
-@pytest.mark.parametrize("how", ["VLLM_FL_CONFIG", "VLLM_FL_TUNED"])
+@pytest.mark.parametrize("how", ["file", "table"])
 def test_what_was_written_selects_the_mix(tuned: dict[str, Any], how: str) -> None:
     mix = tuned["document"]["mix"]
     assert {operator: tuned["selections"][how][operator] for operator in mix} == mix

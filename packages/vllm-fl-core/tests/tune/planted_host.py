@@ -9,6 +9,8 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+from vllm_fl.cli.exits import CommandError, Exit
+
 
 def answer(command: str, arguments: tuple[Any, ...]) -> Any:
     if command == "start":
@@ -26,7 +28,7 @@ def answer(command: str, arguments: tuple[Any, ...]) -> Any:
     if chosen == "memory":
         raise RuntimeError("CUDA out of memory. Tried to allocate")
     if chosen == "graphs":
-        raise RuntimeError("call failed: FrozenError: set_global_policy")
+        raise CommandError("planted graphs", "none", Exit.USAGE)
     if chosen == "hangs":
         time.sleep(60)
     if chosen == "dies":
@@ -45,5 +47,7 @@ if __name__ == "__main__":
             break
         try:
             connection.send(("ok", answer(command, arguments)))
+        except CommandError as error:
+            connection.send(("error", "CommandError", error.message, error.remedy, int(error.code)))
         except Exception as error:
             connection.send(("error", type(error).__name__, str(error), "", 1))

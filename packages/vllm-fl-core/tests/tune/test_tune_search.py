@@ -144,6 +144,14 @@ def test_a_study_that_exists_is_not_gone_on_with_by_itself(tmp_path: Path) -> No
     )
 
 
+def test_a_study_keeps_its_shares(tmp_path: Path) -> None:
+    """Another profile would have slightly others, and perhaps another operator above the least share."""
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    assert Study.kept_shares(url, "vllm-fl tune") is None
+    Study(SPACE, storage=url)
+    assert Study.kept_shares(url, "vllm-fl tune") == {"gate": 0.5, "norm": 0.3}
+
+
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, {here!r})

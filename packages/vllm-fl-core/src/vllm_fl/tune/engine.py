@@ -30,7 +30,7 @@ AT_START = ("attention_backend",)
 HOST = "vllm_fl.tune.host"
 _START_S = 1800.0
 #: A command may take so long, and so many times as long as the longest so far.
-_LEAST_HANG_S, _HANG_FACTOR = 60.0, 20.0
+_LEAST_HANG_S, _HANG_FACTOR = 120.0, 20.0
 _OUT_OF_MEMORY = ("outofmemory", "out of memory", "memoryerror")
 
 
@@ -92,9 +92,9 @@ class EngineMeasurer:
                 os.killpg(host.pid, signal.SIGKILL)
             host.wait()
 
-    def space(self, min_share: float = 0.0) -> SearchSpace:
-        """Profile the workload: the operators that it uses and for which there is a choice."""
-        shares = self._ask("profile")
+    def space(self, min_share: float = 0.0, shares: Mapping[str, float] | None = None) -> SearchSpace:
+        """The operators that the workload uses and for which there is a choice; profiled if no `shares` are given."""
+        shares = shares or self._ask("profile")
         self._accepted = self._ask("accepted", to_plain(self._policy))
         chosen = {name: ids for name, ids in self._accepted.items() if name not in AT_START}
         return search_space(shares, chosen, min_share=min_share)
@@ -189,9 +189,6 @@ class EngineMeasurer:
 def _failure(kind: str, text: str, remedy: str, code: int) -> Exception:
     if kind == "CommandError":
         return CommandError(text, remedy, Exit(code))
-    if kind == "FrozenError" or "FrozenError" in text:
-        remedy = "Pass --enforce-eager: an engine without graphs can change the implementation of an operator."
-        return CommandError("The engine has compiled or captured graphs, which hold the selection.", remedy, Exit.USAGE)
     first = (text.strip().splitlines() or [""])[0]
     described = f"{kind}: {first}"
     reason = "out of memory" if any(word in f"{kind}: {text}".lower() for word in _OUT_OF_MEMORY) else "crash"

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from vllm_fl.cli.exits import CommandError
+from vllm_fl.cli.exits import CommandError, Exit
 from vllm_fl.engines import Engine, Workload
 from vllm_fl.policies import environment_of, from_plain
 
@@ -36,6 +36,7 @@ class Host:
         self._work, self._variant = workload, 1
         with environment_of(self._policy):
             self._engine = Engine(arguments, _EXTENSION)
+        _refuse_graphs(self._engine.config.compilation_config)
         self._with_times = not arguments.get("disable_log_stats", True)
 
     def profile(self) -> dict[str, float]:
@@ -87,6 +88,15 @@ class Host:
 
     def _prompts(self, variant: int) -> list[list[int]]:
         return self._work.prompts(self._engine.vocabulary, variant)
+
+
+def _refuse_graphs(compilation: Any) -> None:
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    if compilation.mode == CompilationMode.NONE and compilation.cudagraph_mode == CUDAGraphMode.NONE:
+        return
+    remedy = "Pass --enforce-eager: an engine without graphs can change the implementation of an operator."
+    raise CommandError("The engine has compiled or captured graphs, which hold the selection.", remedy, Exit.USAGE)
 
 
 def _times(metrics: Any) -> RequestTimes:

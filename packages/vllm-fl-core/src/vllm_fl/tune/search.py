@@ -102,7 +102,10 @@ class _Search:
             self._measurer.check(baseline)
         except TrialFailed as error:
             raise BaselineFailedError(f"the baseline cannot be tuned: {error}") from error
-        stop = self._trials()
+        try:
+            stop = self._trials()
+        except KeyboardInterrupt:  # between two trials
+            stop = "interrupted"
         history = self._study.history()
         mix, ratio, rejected = history.best, None, None
         if stop != "interrupted" and mix != baseline:
@@ -124,13 +127,10 @@ class _Search:
                 return "trials"
             if self._is_over():
                 return "time"
-            try:
-                asked = self._study.ask(history)
-                if asked is None:
-                    return "nothing left to try"
-                record = self._try(asked[0].number, asked[1], history)
-            except KeyboardInterrupt:
-                return "interrupted"
+            asked = self._study.ask(history)
+            if asked is None:
+                return "nothing left to try"
+            record = self._try(asked[0].number, asked[1], history)
             self._study.tell(asked[0], record)
             if record.reason == "interrupted":
                 return "interrupted"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Sampler = Literal["auto", "greedy", "tpe", "gp"]
 SAMPLERS: tuple[Sampler, ...] = ("auto", "greedy", "tpe", "gp")
 
-_RECORD, _TASK, _OWNER = "vllm_fl_trial", "vllm_fl_task", "vllm_fl_owner"
+_RECORD, _TASK, _OWNER, _SHARES = "vllm_fl_trial", "vllm_fl_task", "vllm_fl_owner", "vllm_fl_shares"
 #: Proposals in a row that need no trial, after which a sampler of Optuna's has nothing new.
 _PATIENCE = 64
 
@@ -76,6 +76,17 @@ class Study:
                 f"the study {name!r} exists in {storage}; pass --resume to go on with it, or remove it"
             ) from None
         self._begin({"space": space.fingerprint(), **(task or {})})
+
+    @staticmethod
+    def kept_shares(storage: Any, name: str) -> dict[str, float] | None:
+        """Operator to share of the study of this name, so that another profile does not change what is searched."""
+        import optuna
+
+        try:
+            kept = optuna.load_study(study_name=name, storage=storage) if storage is not None else None
+        except KeyError:
+            return None
+        return kept.user_attrs.get(_SHARES) if kept is not None else None
 
     def history(self) -> History:
         """The finished trials, those of other machines included."""
@@ -153,14 +164,15 @@ class Study:
 
         kept = self.optuna.user_attrs.get(_TASK)
         if kept is None:
+            self.optuna.set_user_attr(_SHARES, {o.name: o.share for o in self.space.operators})
             self.optuna.set_user_attr(_TASK, task)
             baseline = optuna.trial.create_trial(
                 params=dict(self.space.baseline), distributions=self._distributions, value=0.0
             )
             self.optuna.add_trial(baseline)
             return
-        other = [f"{key} is {kept.get(key)!r} there and {value!r} here" for key, value in task.items()
-                 if kept.get(key) != value]  # fmt: skip
+        different = {key: value for key, value in task.items() if kept.get(key) != value}
+        other = [f"{key} is {kept.get(key)!r} there and {value!r} here" for key, value in different.items()]
         if other:
             text = f"the study {self.optuna.study_name!r} is one of something else: {'; '.join(other)}"
             raise ConfigError(f"{text}; give the same again, or begin a new study")

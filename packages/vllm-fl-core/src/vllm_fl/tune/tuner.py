@@ -85,7 +85,8 @@ def tune_model(
         tolerance=chosen.tolerance,
         hang_s=chosen.hang_s,
     ) as measurer:
-        space, key = measurer.space(chosen.min_share), measurer.key()
+        shares = Study.kept_shares(chosen.storage, chosen.name) if chosen.resume else None
+        space, key = measurer.space(chosen.min_share, shares), measurer.key()
         if not space.operators:
             text = f"{model} has no operator with more than one implementation to choose from."
             raise CommandError(text, "Install a backend or FlagGems; `vllm-fl explain` lists what there is.")
@@ -96,7 +97,7 @@ def tune_model(
             sampler=chosen.sampler,
             seed=chosen.seed,
             resume=chosen.resume,
-            task={"workload": str(work), "objective": chosen.objective, **{k: key[k] for k in ("shape", "dtype")}},
+            task={**key, "workload": str(work), "objective": chosen.objective},
         )
         found = search(study, measurer, budget=chosen.budget, rule=chosen.rule, on_progress=on_progress)
         return TuneReport(

@@ -27,9 +27,9 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 def register(app: typer.Typer) -> None:
     """Adds the command to `app`."""
     lines = (
-        "tune quickstart --budget 5m --enforce-eager",
+        "tune Qwen/Qwen3-4B --budget 20m --enforce-eager",
         "tune Qwen/Qwen3-4B --requests 64 --input-len 512 --output-len 64 --objective tpot --enforce-eager",
-        "tune quickstart --resume --budget 1h --enforce-eager",
+        "tune Qwen/Qwen3-4B --resume --budget 1h --enforce-eager",
     )
     settings = {"allow_extra_args": True, "ignore_unknown_options": True}
     app.command(context_settings=settings, epilog=examples(*lines))(tune)
@@ -55,6 +55,10 @@ def tune(
         float, typer.Option(help="Accuracy: mean difference of log-probabilities at most.")
     ] = 0.1,
     tie: Annotated[float, typer.Option(help="Accuracy: tokens may change places within this difference.")] = 0.5,
+    hang_after: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="What takes longer is a hang; default by what the engine has shown."),
+    ] = None,
     storage: Annotated[
         str | None, typer.Option(metavar="URL", help="Optuna storage; default a SQLite file in --out.")
     ] = None,
@@ -85,6 +89,7 @@ def tune(
             storage=storage or f"sqlite:///{out.resolve() / 'study.db'}",
             name=study,
             resume=resume,
+            hang_s=hang_after,
         )
         out.mkdir(parents=True, exist_ok=True)
         work = Workload(requests, input_len, output_len)
