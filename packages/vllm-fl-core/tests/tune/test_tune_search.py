@@ -116,6 +116,20 @@ def test_the_time_holds_the_last_comparison_too() -> None:
     assert found.seconds <= 60.0 + 2 * RULE.first
 
 
+class Fading(Steady):
+    """What was faster in three trials is not in the last comparison."""
+
+    def measure(self, mix: Mix) -> float:
+        fast = super().measure(mix)
+        return 1.3 if self.calls > 24 and mix["norm"] == "fast" else fast
+
+
+def test_a_mix_that_the_last_comparison_does_not_confirm_is_not_taken() -> None:
+    found = search(Study(SPACE, sampler="greedy"), Fading(), rule=RULE, budget=Budget(trials=3))
+    assert found.history.best == {"norm": "fast", "gate": "fast"}
+    assert (found.mix, found.rejected, found.ratio) == (SPACE.baseline, found.history.best, None)
+
+
 class Slowing(Steady):
     def check(self, mix: Mix) -> None:
         self.slower *= 1.1

@@ -68,7 +68,7 @@ class TuneReport:
 
     @property
     def ratio(self) -> Interval | None:
-        """Cost of the baseline / cost of the best mix, measured at the end; None where that was not done."""
+        """Cost of the baseline / cost of the best mix, measured at the end; None as in :class:`Found`."""
         found = self.found.ratio
         return Interval(*map(math.exp, (found.log_ratio, found.low, found.high))) if found is not None else None
 

@@ -16,10 +16,14 @@ from .trials import History, Measurer, Trial, TrialFailed
 
 #: Why a search ended.
 Stop = Literal["nothing left to try", "time", "trials", "interrupted"]
-#: Pairs of rounds of the last comparison, which is a fixed number so that its interval is not one of a lucky stop.
-CONFIRMING_ROUNDS = 30
+#: Pairs of rounds of the last comparison: a number that does not depend on what they show, so that its interval is not
+#: one of a lucky stop. Fewer where they would take more than this part of the time.
+CONFIRMING_ROUNDS, _LEAST_CONFIRMING_ROUNDS = 30, 6
+_CONFIRMING_PART = 0.25
 #: So many trials in a row in which the best mix so far fails mean that the machine, not a mix, is at fault.
 _BASELINE_FAILURES = 3
+#: Interval ends beyond it are kept as it: JSON has no infinity.
+_FAR = 50.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ class Found:
 
     Args:
         mix: the best mix; the baseline where no other is certainly better.
-        ratio: the baseline's cost / that of `mix`, measured anew at the end; None where that was not done.
+        ratio: the baseline's cost / that of `mix`, measured anew at the end; None where that was not done, or where it
+            did not confirm the trials.
         stop: why the search ended.
         history: all trials.
         rejected: a mix that the trials found better, and the last comparison did not.
@@ -115,7 +120,7 @@ class _Search:
                 stop = "interrupted"
             else:
                 if ratio is None or ratio.decision != "better":
-                    mix, rejected = baseline, mix
+                    mix, rejected, ratio = baseline, mix, None
         return Found(mix, ratio, stop, history, rejected, self._elapsed())
 
     def _trials(self) -> Stop:
@@ -153,9 +158,7 @@ class _Search:
             failure = TrialFailed("interrupted", "Ctrl-C")
         seconds = self._measurer.now() - begin
         if failure is not None:
-            return Trial(
-                number, mix, best, "failed", seconds=seconds, reason=failure.reason, text=failure.text, drift=0.0
-            )
+            return Trial(number, mix, best, "failed", seconds=seconds, reason=failure.reason, text=failure.text)
         level = math.fsum(map(math.log, costs)) / len(costs)
         found = test.result()
         return Trial(
@@ -173,17 +176,21 @@ class _Search:
         )
 
     def _compare(self, mix: Mix, best: Mix, test: SequentialTest, costs: list[float]) -> None:
-        """Measure rounds of both in turn; which comes first alternates, so that a steady drift cancels."""
         over = False
         while not over:
             begin = self._measurer.now()
-            first = len(costs) % 2 == 0
-            candidate = 0.0 if first else self._measurer.measure(mix)
-            costs.append(self._measure_best(best))
-            candidate = self._measurer.measure(mix) if first else candidate
-            over = test.add(costs[-1], candidate)
+            cost, candidate = self._pair(best, mix, len(costs) % 2 == 1)
+            costs.append(cost)
+            over = test.add(cost, candidate)
             self._round_s = self._measurer.now() - begin
-            over = over or (test.result().rounds >= self._rule.first and self._is_over())
+            over = over or (len(costs) >= self._rule.first and self._is_over())
+
+    def _pair(self, best: Mix, mix: Mix, mix_first: bool) -> tuple[float, float]:
+        """The costs of a round of each; callers alternate which comes first, so that a steady drift cancels."""
+        if mix_first:
+            cost = self._measurer.measure(mix)
+            return self._measure_best(best), cost
+        return self._measure_best(best), self._measurer.measure(mix)
 
     def _measure_best(self, best: Mix) -> float:
         try:
@@ -192,12 +199,12 @@ class _Search:
             raise TrialFailed("baseline", str(error)) from error
 
     def _confirm(self, mix: Mix, baseline: Mix) -> Comparison | None:
-        test = SequentialTest(self._rule.single(min(CONFIRMING_ROUNDS, self._rule.max_rounds)))
+        rounds = self._confirming_rounds()
+        test = SequentialTest(self._rule.single(rounds))
         try:
             self._measurer.check(mix)
-            over = False
-            while not over:
-                over = test.add(self._measurer.measure(baseline), self._measurer.measure(mix))
+            for number in range(rounds):
+                test.add(*self._pair(baseline, mix, number % 2 == 1))
         except TrialFailed:
             return None
         return test.result()
@@ -208,8 +215,13 @@ class _Search:
     def _is_over(self) -> bool:
         """Whether the time is up but for what the last comparison takes."""
         limit = self._budget.seconds
-        reserved = self._round_s * min(CONFIRMING_ROUNDS, self._rule.max_rounds)
-        return limit is not None and self._elapsed() + reserved >= limit
+        return limit is not None and self._elapsed() + self._round_s * self._confirming_rounds() >= limit
+
+    def _confirming_rounds(self) -> int:
+        if self._budget.seconds is None or self._round_s == 0.0:
+            return CONFIRMING_ROUNDS
+        fitting = int(_CONFIRMING_PART * self._budget.seconds / self._round_s)
+        return max(_LEAST_CONFIRMING_ROUNDS, min(CONFIRMING_ROUNDS, fitting))
 
     def _left(self, history: History) -> float | None:
         limit = None if self._budget.seconds is None else max(0.0, self._budget.seconds - self._elapsed())
@@ -219,7 +231,3 @@ class _Search:
             return limit
         guess = wanted * math.fsum(times) / len(times)
         return guess if limit is None else min(guess, limit)
-
-
-#: Interval ends beyond it are shown as it; JSON has no infinity.
-_FAR = 50.0
