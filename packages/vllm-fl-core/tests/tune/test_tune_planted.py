@@ -48,6 +48,17 @@ def test_what_cannot_be_used_is_tried_once() -> None:
     assert costs.checked_unusable == 2
 
 
+def test_importances_need_enough_trials() -> None:
+    costs = PlantedCosts(0)
+    study = Study(costs.space, sampler="greedy")
+    search(study, costs, budget=Budget(trials=8))
+    assert study.importances() == {}
+    search(study, costs, budget=Budget(trials=40))
+    found = study.importances()
+    assert found.keys() == costs.cost.keys()
+    assert sum(found.values()) == pytest.approx(1.0)
+
+
 def test_the_last_comparison_holds_the_true_ratio() -> None:
     """With confidence of 95 % in each of 20 searches; 16 hits or fewer have a probability of 0.3 %."""
     hits = 0

@@ -24,6 +24,7 @@ from vllm_fl.tune import (
     search,
     search_space,
 )
+from vllm_fl.tune.study import kept_shares, open_storage
 
 SPACE = SearchSpace((Operator("norm", ("slow", "fast"), 0.3), Operator("gate", ("fast", "slow", "worst"), 0.5)))
 RULE = Rule(max_rounds=6)
@@ -161,9 +162,24 @@ def test_a_study_that_exists_is_not_gone_on_with_by_itself(tmp_path: Path) -> No
 def test_a_study_keeps_its_shares(tmp_path: Path) -> None:
     """Another profile would have slightly others, and perhaps another operator above the least share."""
     url = f"sqlite:///{tmp_path / 'study.db'}"
-    assert Study.kept_shares(url, "vllm-fl tune") is None
+    assert kept_shares(url, "vllm-fl tune") is None
     Study(SPACE, storage=url)
-    assert Study.kept_shares(url, "vllm-fl tune") == {"gate": 0.5, "norm": 0.3}
+    assert kept_shares(url, "vllm-fl tune") == {"gate": 0.5, "norm": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("study.db", "Could not parse SQLAlchemy URL from given URL string"),
+        ("sqlite:////nowhere/study.db", "(sqlite3.OperationalError) unable to open database file"),
+    ],
+)
+def test_a_storage_that_cannot_be_opened(url: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_storage(url)
+    assert str(caught.value) == (
+        f"the storage {url!r} cannot be opened ({reason}); give a URL such as sqlite:///study.db"
+    )
 
 
 KILLED = """

@@ -26,6 +26,8 @@ SAMPLERS: tuple[Sampler, ...] = ("auto", "greedy", "tpe", "gp")
 _RECORD, _TASK, _OWNER, _SHARES = "vllm_fl_trial", "vllm_fl_task", "vllm_fl_owner", "vllm_fl_shares"
 #: Proposals in a row that need no trial, after which a sampler of Optuna's has nothing new.
 _PATIENCE = 64
+#: Of fewer trials PED-ANOVA makes nothing but noise.
+_LEAST_FOR_IMPORTANCES = 16
 
 
 class Study:
@@ -72,21 +74,8 @@ class Study:
                 load_if_exists=resume,
             )
         except optuna.exceptions.DuplicatedStudyError:
-            raise ConfigError(
-                f"the study {name!r} exists in {storage}; pass --resume to go on with it, or remove it"
-            ) from None
+            raise study_exists(name, storage) from None
         self._begin({"space": space.fingerprint(), **(task or {})})
-
-    @staticmethod
-    def kept_shares(storage: Any, name: str) -> dict[str, float] | None:
-        """Operator to share of the study of this name, so that another profile does not change what is searched."""
-        import optuna
-
-        try:
-            kept = optuna.load_study(study_name=name, storage=storage) if storage is not None else None
-        except KeyError:
-            return None
-        return kept.user_attrs.get(_SHARES) if kept is not None else None
 
     def history(self) -> History:
         """The finished trials, those of other machines included."""
@@ -132,7 +121,7 @@ class Study:
         import optuna
 
         complete = self.optuna.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
-        if len(complete) < 4 or len({trial.value for trial in complete}) < 2:
+        if len(complete) < _LEAST_FOR_IMPORTANCES or len({trial.value for trial in complete}) < 2:
             return {}
         with _no_experimental_warnings():
             evaluator = optuna.importance.PedAnovaImportanceEvaluator()
@@ -186,6 +175,45 @@ class Study:
             host, _, pid = str(trial.user_attrs.get(_OWNER, "")).rpartition(":")
             if host == socket.gethostname() and not _is_alive(int(pid)):
                 self.optuna.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+
+
+def open_storage(storage: Any) -> Any:
+    """The Optuna storage of a URL; anything else is given back as it is.
+
+    Raises:
+        ConfigError: there is no storage at the URL, or a package that it needs is missing.
+    """
+    import optuna
+    from sqlalchemy.exc import SQLAlchemyError
+
+    if not isinstance(storage, str):
+        return storage
+    try:
+        return optuna.storages.get_storage(storage)
+    except (ImportError, ValueError, SQLAlchemyError) as error:
+        first = str(error).splitlines()[0]
+        text = f"the storage {storage!r} cannot be opened ({first}); give a URL such as sqlite:///study.db"
+        raise ConfigError(text) from None
+
+
+def kept_shares(storage: Any, name: str) -> dict[str, float] | None:
+    """Operator to share of the study of this name, so that another profile does not change what is searched.
+
+    None if there is no such study.
+    """
+    import optuna
+
+    if storage is None:
+        return None
+    try:
+        return dict(optuna.load_study(study_name=name, storage=storage).user_attrs.get(_SHARES, {}))
+    except KeyError:
+        return None
+
+
+def study_exists(name: str, storage: Any) -> ConfigError:
+    """The error for a study that is there and was not to be gone on with."""
+    return ConfigError(f"the study {name!r} exists in {storage}; pass --resume to go on with it, or remove it")
 
 
 def _sampler(kind: Sampler, seed: int) -> optuna.samplers.BaseSampler:

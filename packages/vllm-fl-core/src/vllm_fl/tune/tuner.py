@@ -16,7 +16,7 @@ from .objectives import Limits, Objective
 from .report import TuneReport
 from .search import Budget, Progress, search
 from .sequential import Rule
-from .study import Sampler, Study
+from .study import Sampler, Study, kept_shares, open_storage, study_exists
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,10 @@ def tune_model(
     """
     require_optuna()
     chosen, work = options or Options(), workload or Workload()
+    storage = open_storage(chosen.storage)
+    shares = kept_shares(storage, chosen.name)
+    if shares is not None and not chosen.resume:
+        raise study_exists(chosen.name, chosen.storage)
     with EngineMeasurer(
         {**(arguments or {}), "model": model},
         policy if policy is not None else get_policy(),
@@ -85,14 +89,13 @@ def tune_model(
         tolerance=chosen.tolerance,
         hang_s=chosen.hang_s,
     ) as measurer:
-        shares = Study.kept_shares(chosen.storage, chosen.name) if chosen.resume else None
         space, key = measurer.space(chosen.min_share, shares), measurer.key()
         if not space.operators:
             text = f"{model} has no operator with more than one implementation to choose from."
             raise CommandError(text, "Install a backend or FlagGems; `vllm-fl explain` lists what there is.")
         study = Study(
             space,
-            storage=chosen.storage,
+            storage=storage,
             name=chosen.name,
             sampler=chosen.sampler,
             seed=chosen.seed,
