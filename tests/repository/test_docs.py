@@ -127,7 +127,8 @@ def test_every_test_environment_is_documented() -> None:
     tox = (ROOT / "tox.ini").read_text(encoding="utf-8")
     (listed,) = re.findall(r"^env_list = (.+)$", tox, re.MULTILINE)
     sections = _test_environments()
-    assert sorted(listed.split(", ")) == sorted(sections)
+    # `make test` runs all but those of the matrix.
+    assert sorted(listed.split(", ")) == sorted(name for name in sections if not name.startswith("vllm"))
     document = (ROOT / "docs/development.md").read_text(encoding="utf-8")
     assert [name for name in sections if f"`{name}`" not in document] == []
 
