@@ -56,6 +56,7 @@ def tune_and_use(model: str, folder: str) -> dict[str, Any]:
     from vllm_fl.dispatch import get_default_manager, policy_context
     from vllm_fl.engines import Engine
     from vllm_fl.policies import parse_policy
+    from vllm_fl.tune.host import request_times
 
     os.chdir(folder)
     size = ["--input-len", "16", "--output-len", "8", "--requests", "2"]
@@ -68,10 +69,13 @@ def tune_and_use(model: str, folder: str) -> dict[str, Any]:
         by_file = get_default_manager().selections()
     os.environ["VLLM_FL_TUNED"] = "auto"
     arguments = {"model": model, "dtype": "float32", "max_model_len": 128, "enforce_eager": True}
+    arguments["disable_log_stats"] = False
     with Engine(arguments, in_process=True) as engine:
         (by_table,) = engine.call("fl_selection")
+        (output,) = engine.outputs([[5] * 8], 4)
+    times = request_times(output.metrics)
     selections = {"file": {op: s.chosen.impl.impl_id for op, s in by_file.items() if s.chosen}, "table": by_table}
-    return {"code": code, "out": printed.read_text(), "selections": selections}
+    return {"code": code, "out": printed.read_text(), "selections": selections, "times": times}
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +120,13 @@ def test_the_wrong_and_the_crashing_one_are_refused_with_their_reasons(tuned: di
 def test_what_was_written_selects_the_mix(tuned: dict[str, Any], how: str) -> None:
     mix = tuned["document"]["mix"]
     assert {operator: tuned["selections"][how][operator] for operator in mix} == mix
+
+
+def test_vllm_gives_the_times_of_a_request(tuned: dict[str, Any]) -> None:
+    ttft_s, tpot_s, tokens = tuned["times"]
+    assert ttft_s > 0.0
+    assert tpot_s > 0.0
+    assert tokens == 4
 
 
 def test_the_page_shows_every_trial(tuned: dict[str, Any], folder: Path) -> None:

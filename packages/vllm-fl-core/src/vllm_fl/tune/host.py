@@ -83,7 +83,7 @@ class Host:
         begin = time.perf_counter()
         outputs = self._engine.outputs(prompts, self._work.output_tokens)
         wall_s = time.perf_counter() - begin
-        times = [_times(output.metrics) for output in outputs] if self._with_times else []
+        times = [request_times(output.metrics) for output in outputs] if self._with_times else []
         return Round(wall_s, sum(len(output.outputs[0].token_ids) for output in outputs), times)
 
     def _prompts(self, variant: int) -> list[list[int]]:
@@ -99,7 +99,8 @@ def _refuse_graphs(compilation: Any) -> None:
     raise CommandError("The engine has compiled or captured graphs, which hold the selection.", remedy, Exit.USAGE)
 
 
-def _times(metrics: Any) -> RequestTimes:
+def request_times(metrics: Any) -> RequestTimes:
+    """The times in vLLM's ``RequestStateStats``, which a request has where the engine keeps statistics."""
     tokens = metrics.num_generation_tokens
     further = (metrics.last_token_ts - metrics.first_token_ts) / max(1, tokens - 1)
     return RequestTimes(metrics.first_token_latency, further, tokens)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate, combinations_with_replacement, takewhile
 from typing import Literal
 
+#: Ranks of fewer pairs are certain of nothing at the levels that are used here.
+RANKED = 10
 #: What a test has found: the candidate is faster; it is not, by an amount worth having; neither is certain.
 Decision = Literal["better", "not better", "undecided"]
 
@@ -35,8 +39,9 @@ class Rule:
 
     The test looks at the pairs after a growing number of rounds. Each look has an equal part of the allowed error
     (Bonferroni), so that the confidence holds for the whole of it, however early it stops; see Jennison and Turnbull,
-    Group Sequential Methods, 2000. Within a look it is Student's t test of the paired logarithms: what changes both
-    costs of a pair, such as a clock that slows down, cancels.
+    Group Sequential Methods, 2000. It looks at the paired logarithms: what changes both costs of a pair, such as a
+    clock that slows down, cancels. From :data:`RANKED` pairs on a look is Wilcoxon's signed-rank test with the interval
+    of Hodges and Lehmann, which the outliers of a busy machine hardly move; before, it is Student's t test.
 
     Args:
         confidence: probability that the interval holds the truth, over all looks together.
@@ -80,7 +85,7 @@ class SequentialTest:
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
-        self._count, self._mean, self._squares = 0, 0.0, 0.0  # Welford's sums
+        self._values: list[float] = []
 
     def add(self, baseline: float, candidate: float) -> bool:
         """Add the two costs of a round; whether the test is over.
@@ -90,29 +95,51 @@ class SequentialTest:
         """
         if not (0.0 < baseline < math.inf and 0.0 < candidate < math.inf):
             raise ValueError(f"costs {baseline} and {candidate} are not positive numbers")
-        value = math.log(baseline / candidate)
-        self._count += 1
-        before = self._mean
-        self._mean += (value - before) / self._count
-        self._squares += (value - before) * (value - self._mean)
-        if self._count >= self._rule.max_rounds:
+        self._values.append(math.log(baseline / candidate))
+        count = len(self._values)
+        if count >= self._rule.max_rounds:
             return True
-        return self._count in self._rule.looks and self.result().decision != "undecided"
+        return count in self._rule.looks and self.result().decision != "undecided"
 
     def result(self) -> Comparison:
         """What the pairs say so far."""
-        if self._count < 2:
-            return Comparison("undecided", self._mean, -math.inf, math.inf, self._count)
-        looks = len(self._rule.looks)
-        error = math.sqrt(self._squares / (self._count - 1) / self._count)
-        width = error * _quantile(1.0 - (1.0 - self._rule.confidence) / looks / 2.0, self._count - 1)
-        low, high = self._mean - width, self._mean + width
+        count = len(self._values)
+        if count < 2:
+            return Comparison("undecided", math.fsum(self._values), -math.inf, math.inf, count)
+        tail = (1.0 - self._rule.confidence) / len(self._rule.looks) / 2.0
+        log_ratio, low, high = (_by_ranks if count >= RANKED else _by_t)(self._values, tail)
         decision: Decision = "undecided"
         if low > 0.0:
             decision = "better"
         elif high < math.log1p(self._rule.min_gain):
             decision = "not better"
-        return Comparison(decision, self._mean, low, high, self._count)
+        return Comparison(decision, log_ratio, low, high, count)
+
+
+def _by_t(values: list[float], tail: float) -> tuple[float, float, float]:
+    """Mean and interval, outside of which there is `tail` on each side."""
+    mean = statistics.fmean(values)
+    width = statistics.stdev(values, mean) / math.sqrt(len(values)) * _quantile(1.0 - tail, len(values) - 1)
+    return mean, mean - width, mean + width
+
+
+def _by_ranks(values: list[float], tail: float) -> tuple[float, float, float]:
+    """Median of the means of all pairs of values, and an interval of such means; as :func:`_by_t`."""
+    means = sorted((a + b) / 2.0 for a, b in combinations_with_replacement(values, 2))
+    end = _critical_rank(len(values), tail)
+    low, high = (means[end - 1], means[-end]) if end else (-math.inf, math.inf)
+    return statistics.median(means), low, high
+
+
+@lru_cache(maxsize=1024)
+def _critical_rank(count: int, tail: float) -> int:
+    """The largest number that the sum of the positive ranks is below with a probability of at most `tail`."""
+    ways = [1, *[0] * (count * (count + 1) // 2)]  # subsets of the ranks so far, by their sum
+    for rank in range(1, count + 1):
+        for total in range(len(ways) - 1, rank - 1, -1):
+            ways[total] += ways[total - rank]
+    below = accumulate(ways)
+    return sum(1 for _ in takewhile(lambda number: number <= tail * 2**count, below))
 
 
 @lru_cache(maxsize=1024)
