@@ -16,10 +16,13 @@ pytest.importorskip("vllm", reason="the integration is tested with vLLM installe
 
 @pytest.fixture(scope="session", autouse=True)
 def plugin() -> None:
-    """What vLLM does in every process."""
+    """What vLLM does in every process, and what our workers do before they load a model."""
     from vllm.plugins import load_general_plugins
 
+    from vllm_fl.integration import layers
+
     load_general_plugins()
+    layers.register()
 
 
 @pytest.fixture
