@@ -34,7 +34,7 @@ RESULTS = ROOT / "tests" / "matrix" / "results.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 VERSIONS = ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 #: Models that run compiled, too, under the name with this suffix.
-COMPILED: tuple[str, ...] = ()
+COMPILED = ("llama", "qwen3", "qwen3_moe", "gemma2", "deepseek_v3")
 SUFFIX = "-compiled"
 SECONDS_A_MODEL = 400.0
 

@@ -8,10 +8,11 @@ HEAD = """\
 # Which vLLM, which model
 
 Written by `scripts/matrix.py` from `tests/matrix/results.json`; a test compares the two. Every cell was run: a tiny
-model with random weights, float32, eager, on the CPU platform with the reference operators and vLLM without compiled
-kernels. "passed" means that the greedy tokens are those of transformers on the same checkpoint, for prompts of 1 to 300
-tokens, four at a time with prompts in pieces and the prefix cache, and one at a time; for an embedding model, that the
-embeddings differ by less than 1e-5. Whatever else a cell says has its reason below the table.
+model with random weights, float32, eager (`-compiled`: under torch.compile), on the CPU platform with the reference
+operators and vLLM without compiled kernels. "passed" means that the greedy tokens are those of transformers on the same
+checkpoint, for prompts of 1 to 300 tokens, four at a time with prompts in pieces and the prefix cache, and one at a
+time; for an embedding model, that the embeddings differ by less than 1e-5. Whatever else a cell says has its reason
+below the table.
 
 DeepSeek's latent attention runs as plain heads (`VLLM_MLA_DISABLE=1`). `bert` is what the BGE embedding models are,
 `phi3` what Phi-4 and Phi-4-mini are. Qwen3.5 and Gemma 3 are the text part.
