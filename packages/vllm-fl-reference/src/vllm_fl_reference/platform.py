@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from pathlib import Path
@@ -121,12 +122,7 @@ class ReferencePlatform(FLPlatform):
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
         """vLLM 0.31 and later: replace its Triton kernels by the fallbacks of its CPU platform."""
-        from vllm.platforms.cpu import CpuPlatform
-        from vllm.triton_utils import HAS_TRITON
-
-        if not HAS_TRITON:
-            CpuPlatform.register_triton_kernel_overrides()
-            override_slot_mapping()
+        _register_fallbacks()
 
     # --- configuration ---
 
@@ -160,6 +156,17 @@ class ReferencePlatform(FLPlatform):
         _settle_cache(vllm_config.cache_config)
         _settle_scheduling(vllm_config)
         super().check_and_update_config(vllm_config)
+
+
+@functools.cache
+def _register_fallbacks() -> None:
+    """Once a process: vLLM asks with every engine, searches all modules each time, and warns of what it replaces."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.triton_utils import HAS_TRITON
+
+    if not HAS_TRITON:
+        CpuPlatform.register_triton_kernel_overrides()
+        override_slot_mapping()
 
 
 def _has_compiler() -> bool:
