@@ -7,7 +7,7 @@ TOOLS := .cache/tools
 TOX := $(TOOLS)/bin/tox
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint format types wheels dist bench clean distclean python
+.PHONY: help quickstart test quick lint format types wheels dist bench clean distclean python
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -18,6 +18,9 @@ quickstart: python  ## Create .venv, answer three chat prompts through vLLM on t
 test: $(TOX)  ## Run every test environment of tox.ini; what CI runs
 	@rm -rf .cache/junit
 	@$(TOX) run; status=$$?; $(PYTHON) scripts/sum_junit.py .cache/junit; exit $$status
+
+quick: $(TOX)  ## Run style, types and the tests of core and reference: the quick answer while working
+	@$(TOX) run -e lint,types,core,reference
 
 lint: $(TOX)  ## Check style and format
 	@$(TOX) run -e lint
