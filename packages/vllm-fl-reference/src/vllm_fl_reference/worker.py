@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -53,8 +52,7 @@ class ReferenceWorker(FLWorkerMixin, CPUWorker):
         self.vllm_config.additional_config[THREADS_KEY] = torch.get_num_threads()
         super().load_model(*args, **kwargs)
         pack_linear_layers(self.model_runner.get_model())
-        # The system moves the weights, seconds a GiB; nothing waits for it.
-        threading.Thread(target=use_huge_pages, name="huge-pages", daemon=True).start()
+        use_huge_pages()  # before there is a KV cache, whose pages are to come one by one
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> Any:
         with LazyZeros():  # the KV cache
