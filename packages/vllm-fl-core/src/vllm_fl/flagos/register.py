@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.catalog import CATALOG
 from vllm_fl.dispatch.types import Availability, BackendImplKind, BackendPriority, OpImpl
-from vllm_fl.plugins import load_object
+from vllm_fl.plugins import load_at_first_call
 
 from . import availability
 
@@ -90,28 +89,12 @@ def _implementation(name: str, impl_id: str, target: str, probe: Probe, priority
         op_name=name,
         impl_id=impl_id,
         kind=BackendImplKind.DEFAULT,
-        fn=_deferred(name, target, probe),
+        fn=load_at_first_call(name, target, probe),
         priority=priority,
         supported_dtypes=_DTYPES.get(name, _FLOATING),
         supports=_no_bfloat16 if availability.is_interpreted() else None,
         opaque=name != "attention_backend",  # its result is no tensor
     )
-
-
-def _deferred(name: str, target: str, probe: Probe) -> Callable[..., Any]:
-    """A function with the operator's signature that loads `target` when it is first called."""
-    found: list[Callable[..., Any]] = []
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not found:
-            found.append(load_object(target))
-        return found[0](*args, **kwargs)
-
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"{target}, imported at the first call."
-    call.__signature__ = CATALOG[name].signature  # type: ignore[attr-defined]
-    call._is_available = probe  # type: ignore[attr-defined]
-    return call
 
 
 def _no_bfloat16(*args: Any, **kwargs: Any) -> bool | str:

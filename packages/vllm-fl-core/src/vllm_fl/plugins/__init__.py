@@ -16,6 +16,7 @@ from .communicators import (
     reset_communicators,
 )
 from .descriptor import BackendPlugin, InstalledBackend, load_object
+from .lazy import load_at_first_call
 from .loading import BACKEND_GROUP, installed_backends, platform_file, reset_backends
 from .native import has_native_platform
 from .platform import PLATFORM_ENV, PlatformChoice, probe, reset_platform, resolve_platform
@@ -38,6 +39,7 @@ __all__ = [
     "installed_backends",
     "installed_communicators",
     "installed_vllm",
+    "load_at_first_call",
     "load_object",
     "platform_file",
     "probe",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_fl.catalog import CATALOG
 from vllm_fl.dispatch.types import Availability, BackendImplKind, BackendPriority, OpImpl
+from vllm_fl.plugins import load_at_first_call
 from vllm_fl_nvidia import kernels
 
 IMPL_ID = "vendor.nvidia"
@@ -67,7 +67,7 @@ def implementations() -> list[OpImpl]:
             impl_id=IMPL_ID,
             kind=BackendImplKind.VENDOR,
             vendor="nvidia",
-            fn=_deferred(name, kernel),
+            fn=load_at_first_call(name, f"{__name__}.{kernel.module}:{name}", kernel.available),
             priority=BackendPriority.VENDOR,
             supported_dtypes=kernel.dtypes,
             min_arch=kernel.min_arch,
@@ -93,18 +93,3 @@ def _in_layer(name: str) -> OpImpl:
         priority=BackendPriority.VENDOR,
         supports=lambda *args, **kwargs: ONLY_IN_LAYERS,
     )
-
-
-def _deferred(name: str, kernel: _Kernel) -> Callable[..., Any]:
-    found: list[Callable[..., Any]] = []
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not found:
-            found.append(getattr(importlib.import_module(f".{kernel.module}", __package__), name))
-        return found[0](*args, **kwargs)
-
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"{__package__}.{kernel.module}.{name}, imported at the first call."
-    call.__signature__ = CATALOG[name].signature  # type: ignore[attr-defined]
-    call._is_available = kernel.available  # type: ignore[attr-defined]
-    return call
