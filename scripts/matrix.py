@@ -4,11 +4,14 @@
     python scripts/matrix.py                                 every version and every model
     python scripts/matrix.py --versions 0.27.1 0.33.0 --models llama gemma2
     python scripts/matrix.py --render                        only the document, from the results that are there
+    python scripts/matrix.py --here FILE                     this Python's vLLM on this machine's device, into FILE
+    python scripts/matrix.py --collect FILE                  what another machine wrote, into the results
 
 Each version runs in an environment of its own (matrix_environments.py) on the CPU platform. A model passes if greedy
 tokens in float32 are those of transformers, or its embeddings (tests/matrix/run_cells.py). Results are merged into
-tests/matrix/results.json. Exit codes: 0 nothing failed, 1 a model failed, 2 wrong arguments, 3 an environment cannot be
-made.
+tests/matrix/results.json. `--here` makes no environment and drops no variable: it is for a machine with a device, and
+a vLLM that has its kernels. Exit codes: 0 nothing failed, 1 a model failed, 2 wrong arguments, 3 an environment cannot
+be made.
 """
 
 from __future__ import annotations
@@ -16,18 +19,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import matrix_page
-from matrix_environments import describe, prepare
-from steps import BootstrapError, cache_dir, clean_environment, locked, say
+from matrix_environments import describe, describe_here, prepare
+from processes import end_with_signal, run_group, vllm_environment
+from steps import BootstrapError, cache_dir, locked, say
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tests" / "matrix" / "results.json"
@@ -37,18 +40,37 @@ VERSIONS = ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"
 COMPILED = ("llama", "qwen3", "qwen3_moe", "gemma2", "deepseek_v3")
 SUFFIX = "-compiled"
 SECONDS_A_MODEL = 400.0
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_MLA_DISABLE": "1",  # latent attention as plain heads
+}
 
 Cell = dict[str, Any]
 
 
-def run_version(version: str, python: Path, models: Sequence[str]) -> Iterator[Cell]:
-    """One cell a model, as each comes out. A process that ends early is followed by one for the models that remain."""
+def run_version(
+    version: str,
+    python: Path,
+    models: Sequence[str],
+    inherited: Mapping[str, str] | None = None,
+    logs: Path | None = None,
+) -> Iterator[Cell]:
+    """One cell a model, as each comes out. A process that ends early is followed by one for the models that remain.
+
+    Args:
+        version: of vLLM; the column of the table.
+        inherited: the environment of the processes; by default a clean one.
+        logs: folder of the logs; by default in the user's cache.
+    """
+    logs = logs or cache_dir() / "logs"
     remaining = list(models)
     while remaining:
         with tempfile.TemporaryDirectory() as folder:
             answers = Path(folder) / "answers"
-            log = cache_dir() / "logs" / f"matrix-run-{version}-{remaining[0]}.log"
-            ended = _run(python, answers, remaining, Path(folder), log)
+            log = logs / f"matrix-run-{version.replace(' ', '-')}-{remaining[0]}.log"
+            environment = {**(vllm_environment(Path(folder)) if inherited is None else inherited), **SETTINGS}
+            ended = _run(python, answers, remaining, environment, log)
             lines = answers.read_text(encoding="utf-8").splitlines() if answers.exists() else []
         for line in lines:
             cell = json.loads(line)
@@ -59,53 +81,34 @@ def run_version(version: str, python: Path, models: Sequence[str]) -> Iterator[C
             yield {"vllm": version, "model": remaining.pop(0), "outcome": "failed", "reason": reason, "seconds": 0}
 
 
-def _run(python: Path, answers: Path, models: Sequence[str], home: Path, log: Path) -> str:
+def _run(python: Path, answers: Path, models: Sequence[str], environment: Mapping[str, str], log: Path) -> str:
     """How the process ended."""
-    settings = {
-        "HOME": str(home),
-        "VLLM_CACHE_ROOT": str(home / "vllm"),
-        "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_MLA_DISABLE": "1",  # latent attention as plain heads
-        "OMP_NUM_THREADS": "1",
-    }
-    environment = {k: v for k, v in clean_environment().items() if not k.startswith(("VLLM_", "XDG_"))}
     command = [str(python), str(ROOT / "tests" / "matrix" / "run_cells.py"), str(answers), *models]
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env={**environment, **settings}, stdout=output, stderr=output, start_new_session=True
-        )
-        _running.add(process)
-        try:
-            code = process.wait(SECONDS_A_MODEL * len(models))
-        except subprocess.TimeoutExpired:
-            return "took too long"
-        finally:
-            _running.discard(process)
-            _kill_group(process)
-    return f"ended with code {code}"
+    return run_group(command, environment, log, SECONDS_A_MODEL * len(models))
 
 
-_running: set[subprocess.Popen[bytes]] = set()
+def run_here(file: Path, models: Sequence[str], jobs: int) -> list[Cell]:
+    """Run `models` in this environment, a process each, and write the results to `file` after each."""
+    column, packages = describe_here()
+    cells: list[Cell] = []
+    writing = Lock()
+
+    def run(model: str) -> None:
+        (cell,) = run_version(column, Path(sys.executable), [model], os.environ, file.parent / "logs")
+        tell(cell)
+        with writing:
+            cells.append(cell)
+            results = merge({"environments": {}, "cells": []}, {column: packages}, cells)
+            file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(run, models))
+    return cells
 
 
-def _stop(number: int, frame: object) -> None:
-    """End with everything that was started; the threads that wait for it would go on after an exception."""
-    for process in list(_running):
-        _kill_group(process)
-    os._exit(128 + number)
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
+def tell(cell: Cell) -> None:
+    say(f"{cell['vllm']:8} {cell['model']:16} {cell['outcome']:10} {cell['seconds']:4} s  {cell['reason']}")
 
 
 def read_results() -> dict[str, Any]:
@@ -151,30 +154,46 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--versions", nargs="+", default=list(VERSIONS), choices=VERSIONS, metavar="VERSION")
     parser.add_argument("--models", nargs="+", default=models, choices=models, metavar="MODEL")
     parser.add_argument("--base", type=Path, default=ROOT / ".venv", help="the environment with torch (default: .venv)")
-    parser.add_argument("--jobs", type=int, default=2, help="versions that run at a time (default: 2)")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="versions, or models of --here, that run at a time (default: 2)"
+    )
     parser.add_argument("--render", action="store_true", help="only write the document")
+    parser.add_argument("--here", type=Path, metavar="FILE", help="run on this Python's vLLM, and write FILE")
+    parser.add_argument("--collect", type=Path, metavar="FILE", help="take over the results of --here")
     parser.add_argument("--keep", action="store_true", help="report only: leave the results and the document alone")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.collect and not arguments.collect.is_file():
+        parser.error(
+            f"argument --collect: there is no file {arguments.collect}; `--here {arguments.collect}` writes it"
+        )
+    return arguments
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = parse(argv)
+    end_with_signal()
     if arguments.render:
         write(read_results())
         return 0
+    if arguments.collect:
+        found = json.loads(arguments.collect.read_text(encoding="utf-8"))
+        with locked("matrix-results"):
+            write(merge(read_results(), found["environments"], found["cells"]))
+        return 0
+    if arguments.here:
+        cells = run_here(arguments.here, arguments.models, arguments.jobs)
+        return int(any(cell["outcome"] == "failed" for cell in cells))
     try:
         pythons = {version: prepare(version, arguments.base.absolute()) for version in arguments.versions}
     except BootstrapError as error:
         say(str(error))
         return 3
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
-    cells: list[Cell] = []
+    cells = []
 
     def run(version: str) -> None:
         for cell in run_version(version, pythons[version], arguments.models):
             cells.append(cell)
-            say(f"{version:8} {cell['model']:16} {cell['outcome']:10} {cell['seconds']:4} s  {cell['reason']}")
+            tell(cell)
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(pool.map(run, arguments.versions))

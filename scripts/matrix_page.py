@@ -14,6 +14,9 @@ checkpoint, for prompts of 1 to 300 tokens, four at a time with prompts in piece
 time; for an embedding model, that the embeddings differ by less than 1e-5. Whatever else a cell says has its reason
 below the table.
 
+A column with a device was run there, on vLLM with its compiled kernels and the platform of that device
+(`scripts/matrix.py --here FILE`, and `--collect FILE` on the machine that has the repository).
+
 DeepSeek's latent attention runs as plain heads (`VLLM_MLA_DISABLE=1`). `bert` is what the BGE embedding models are,
 `phi3` what Phi-4 and Phi-4-mini are. Qwen3.5 and Gemma 3 are the text part.
 """
@@ -31,8 +34,10 @@ this document belongs to the results; the other versions run only when the matri
 PACKAGES = ("torch", "transformers", "Python")
 
 
-def version_key(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("."))
+def version_key(column: str) -> tuple[tuple[int, ...], str]:
+    """Order of "0.28.0" and "0.26.0, DEVICE": by version, then by device."""
+    version, _, device = column.partition(",")
+    return tuple(int(part) for part in version.split(".")), device
 
 
 def render(results: dict[str, Any]) -> str:
