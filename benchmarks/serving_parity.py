@@ -1,14 +1,18 @@
 """Throughput of vLLM on a GPU: native, with this project's 100 % Triton selection, and with the vendor mix; in one run.
 
     python benchmarks/serving_parity.py MODEL [--workloads decode,prefill,latency] [--modes compiled,eager]
-        [--sides native,triton,vendor] [--repeats 3] [--resident] [--coverage decode] [--output FILE]
+        [--sides native,triton,vendor,mixed] [--repeats 3] [--resident | --devices 0,1] [--coverage decode]
+        [--output FILE]
 
 MODEL is a folder with a config.json; the weights are random. All sides run the same vLLM: `native` with its plug-ins
-switched off, `vendor` with the platform's own selection, `triton` with the file policies/nvidia-triton-MODE.yaml.
+switched off, `vendor` with the platform's own selection, `triton` with the file policies/nvidia-triton-MODE.yaml,
+`mixed` with policies/nvidia-mixed.yaml.
 The sides take turns, in alternating order, so that drift hits all alike. With --resident all engines of a mode start
 together and stay loaded, each with --kv-cache-gib for its cache; otherwise each turn of a side loads its engine again
-(from its compile cache after the first time), for models of which only one fits. The figure of a round is output tokens
-a second, prefill included, prefix caching off; of a side the median of its rounds, and its ratio to the native median.
+(from its compile cache after the first time), for models of which only one fits. With --devices each side stays loaded
+on a device of its own; run it again with the devices exchanged, since no two are equally fast. The figure of a round is
+output tokens a second, prefill included, prefix caching off; of a side the median of its rounds, and its ratio to the
+native median.
 
 --coverage adds one profiled pass of each side for the workloads it names: the share of GPU time by provider and by
 operator.
@@ -31,7 +35,7 @@ from typing import Any
 from sides import Engine, Side, WorkerError, machine, requests, version
 
 POLICIES = Path(__file__).parent / "policies"
-SIDES = ("native", "triton", "vendor")
+SIDES = ("native", "triton", "vendor", "mixed")
 MODES = ("compiled", "eager")
 
 
@@ -151,11 +155,15 @@ def _profiled(llm: Any, workload: Workload, folder: Path) -> dict[str, Any]:
 # The parent
 
 
-def environment(side: str, mode: str) -> dict[str, str]:
-    """What makes the side; the same vLLM and the same packages in all."""
-    policy = POLICIES / f"nvidia-triton-{mode}.yaml"
-    own = {"native": {"VLLM_PLUGINS": ""}, "triton": {"VLLM_FL_CONFIG": str(policy)}}
-    return {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", **own.get(side, {})}
+def environment(side: str, mode: str, device: str | None) -> dict[str, str]:
+    """What makes the side; the same vLLM and the same packages in all. `device`: the one it may use; None: all."""
+    own = {
+        "native": {"VLLM_PLUGINS": ""},
+        "triton": {"VLLM_FL_CONFIG": str(POLICIES / f"nvidia-triton-{mode}.yaml")},
+        "mixed": {"VLLM_FL_CONFIG": str(POLICIES / "nvidia-mixed.yaml")},
+    }
+    visible = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
+    return {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", **visible, **own.get(side, {})}
 
 
 class Session:
@@ -164,8 +172,10 @@ class Session:
     def __init__(self, arguments: argparse.Namespace, mode: str) -> None:
         self.arguments, self.mode = arguments, mode
         self.sides = [
-            Side(name, eager=mode == "eager", environment=environment(name, mode)) for name in arguments.sides
+            Side(name, eager=mode == "eager", environment=environment(name, mode, device))
+            for name, device in zip(arguments.sides, arguments.devices or [None] * len(arguments.sides), strict=True)
         ]
+        self.stay = arguments.resident or bool(arguments.devices)
         self.engines: dict[str, Engine] = {}
         self.reports: dict[str, dict[str, Any]] = {}
         self.answers: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -174,7 +184,7 @@ class Session:
     def run(self) -> list[dict[str, Any]]:
         """All rounds; one record for each side and workload. A side that fails leaves the others their figures."""
         try:
-            if self.arguments.resident:
+            if self.stay:
                 for side in self.sides:
                     self.start(side)
                 for side in list(self.sides):  # all must be there before one is measured
@@ -221,7 +231,8 @@ class Session:
             side.report = {}
         if not side.report:
             self.engines[side.name].load()
-            self.reports.setdefault(side.name, side.report)
+            visible = side.environment.get("CUDA_VISIBLE_DEVICES")
+            self.reports.setdefault(side.name, {**side.report, "visible_device": visible})
             say(f"{self.mode} {side.name}: loaded in {side.report['load_s']} s")
 
     def turn(self, side: Side, last: bool) -> None:
@@ -232,7 +243,7 @@ class Session:
             say(f"{self.mode} {side.name} {name}: {answer['output_tokens'] / answer['seconds']:.1f} tok/s")
             if name in self.arguments.coverage and last:
                 self.shares[side.name, name] = engine.measure({"workload": name, "profile": True})
-        if not self.arguments.resident:
+        if not self.stay:
             self.engines.pop(side.name).close()
 
 
@@ -283,6 +294,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--sides", default=",".join(SIDES), help=f"comma-separated, of {', '.join(SIDES)}")
     top.add_argument("--repeats", type=int, default=3, help="measured rounds of each side, at least 3 (default: 3)")
     top.add_argument("--resident", action="store_true", help="keep all engines of a mode loaded")
+    top.add_argument("--devices", default="", metavar="N,N", help="a device for each side, which stays loaded there")
     top.add_argument("--kv-cache-gib", type=float, default=26, help="of each resident engine (default: 26)")
     top.add_argument("--coverage", default="", metavar="WORKLOADS", help="profile one pass of each side of these")
     top.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
@@ -304,6 +316,11 @@ def check(arguments: argparse.Namespace) -> None:
     for name in arguments.coverage:
         if name not in arguments.workloads:
             parser().error(f"--coverage: {name!r} is not one of --workloads ({', '.join(arguments.workloads)})")
+    arguments.devices = [device.strip() for device in arguments.devices.split(",") if device]
+    if arguments.devices and len(set(arguments.devices)) != len(arguments.sides):
+        parser().error(f"--devices: one for each side ({', '.join(arguments.sides)}), each another")
+    if arguments.devices and arguments.resident:
+        parser().error("--devices: its engines stay loaded already; leave out --resident, which shares one device")
     if arguments.repeats < 3:
         parser().error(f"--repeats: {arguments.repeats} is too few for a median; at least 3")
     if arguments.model is None or not (arguments.model / "config.json").is_file():

@@ -88,6 +88,10 @@ config = SimpleNamespace(use_mla=False, use_sparse=False)
 def chosen():
     return [p.get_attn_backend_cls(name, config) for name in (None, Names.CUSTOM, Names.FLASH_ATTN)]
 found["vendor"] = chosen()
+set_global_policy(SelectionPolicy.from_dict(per_op_order={"attention_backend": ["impl:vendor.nvidia.flash_triton"]}))
+found["mixed"] = chosen()
+base.get_attn_backend_cls = classmethod(lambda cls, *rest: Names.FLASH_ATTN.get_path())
+found["mixed and FlashAttention"] = chosen()
 set_global_policy(SelectionPolicy.from_dict(per_op_order={"attention_backend": ["reference"]}))
 found["reference"] = chosen()
 """
@@ -112,6 +116,13 @@ def test_a_vllm_with_its_kernels_stays_cuda_and_keeps_its_layers() -> None:
     assert not found["cuda_initialised"]
     # vLLM chooses where dispatch says vendor, and judges what the user names.
     assert found["vendor"] == ["vllm:None", "vllm:None", "vllm:FLASH_ATTN"]
+    # The mixed backend takes the place of FlashAttention only, and not where the user names it.
+    assert found["mixed"] == found["vendor"]
+    mixed, flash = (
+        "vllm_fl_nvidia.flash_triton.FlashTritonBackend",
+        "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend",
+    )
+    assert found["mixed and FlashAttention"] == [mixed, mixed, flash]
     ours = "vllm_fl_reference.attention.PagedAttentionBackend"
     assert found["reference"] == [ours, ours, "vllm:FLASH_ATTN"]
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
 _CACHE_DTYPES = ("auto", "float16", "bfloat16")
+#: Fields of vLLM's metadata: a token sees others than those before it.
+_OTHER_MASKS = ("mm_prefix_range_tensor", "mm_prefix_query_range_tensor", "rswa_prefix_lens")
 _reshape_and_cache = bind("reshape_and_cache")
 
 
@@ -67,23 +69,68 @@ class FlagosAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         return FlagosAttentionMetadata(**vars(metadata), num_decodes=decodes)
 
 
-class FlagosAttentionImpl(TritonAttentionImpl):
-    """Attention of one layer. Arguments as in the base class."""
+class PagedKernelMixin:
+    """This project's kernel in a layer's attention; put it before a class of vLLM, in whose place it serves a call.
+
+    Both must have one cache layout, [blocks, Hkv, block size, 2 * D], keys before values.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._window = self.sliding_window[0] + 1  # vLLM's does not count the token itself; -1 is none
-        self._soft_cap = float(self.logits_soft_cap or 0.0)
+        own: Any = self  # the attributes are those of vLLM's class
+        self._window = own.sliding_window[0] + 1  # vLLM's does not count the token itself; -1 is none
+        self._soft_cap = float(own.logits_soft_cap or 0.0)
         self._is_common = (
-            self.attn_type == AttentionType.DECODER
-            and self.alibi_slopes is None
-            and self.chunk_lookback < 0
-            and self.kv_cache_dtype in _CACHE_DTYPES
-            and self.head_size <= 256
+            own.attn_type == AttentionType.DECODER
+            and own.alibi_slopes is None
+            and getattr(own, "chunk_lookback", -1) < 0
+            and own.kv_cache_dtype in _CACHE_DTYPES
+            and own.head_size <= 256
             # The number of splits, and so the order of sums, depends on the batch.
             and not envs.VLLM_BATCH_INVARIANT
         )
         self._caches: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def serves(self, metadata: Any, *quantizes: Tensor | None) -> bool:
+        """Whether the kernel computes a call of this layer; `quantizes`: scales for a quantised result."""
+        if metadata is None or not self._is_common or quantizes != (None, None):
+            return False
+        return metadata.causal is True and all(getattr(metadata, name, None) is None for name in _OTHER_MASKS)
+
+    def attend(
+        self, query: Tensor, kv_cache: Tensor, metadata: Any, output: Tensor, scratch: Scratch | None = None
+    ) -> Tensor:
+        """Attention of the step's tokens [T, H, D], written to `output` and returned."""
+        own: Any = self
+        key_cache, value_cache = self._split(kv_cache)
+        paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            output,
+            own.scale,
+            metadata.max_query_len,
+            metadata.num_decodes,
+            self._window,
+            self._soft_cap,
+            own.sinks,
+            scratch,
+        )
+        return output
+
+    def _split(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """The halves of the cache [blocks, Hkv, block size, 2 * D]; views cost host time in every layer."""
+        if self._caches is None or self._caches[0] is not kv_cache:
+            own: Any = self
+            self._caches = (kv_cache, *kv_cache.split(own.head_size, -1))
+        return self._caches[1:]
+
+
+class FlagosAttentionImpl(PagedKernelMixin, TritonAttentionImpl):
+    """Attention of one layer. Arguments as in the base class."""
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -108,44 +155,15 @@ class FlagosAttentionImpl(TritonAttentionImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Attention of the step's tokens; see the base class."""
-        quantizes = output_scale is not None or output_block_scale is not None
-        if attn_metadata is None or not self._is_common or quantizes or not _is_causal(attn_metadata):
+        if not self.serves(attn_metadata, output_scale, output_block_scale):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
-        key_cache, value_cache = self._split(kv_cache)
-        paged_attention(
-            query,
-            key_cache,
-            value_cache,
-            attn_metadata.block_table,
-            attn_metadata.seq_lens,
-            attn_metadata.query_start_loc,
-            output,
-            self.scale,
-            attn_metadata.max_query_len,
-            attn_metadata.num_decodes,
-            self._window,
-            self._soft_cap,
-            self.sinks,
-            # vLLM keeps these for its own splits, one set for each stream that may run.
-            Scratch(
-                attn_metadata.softmax_segm_output, attn_metadata.softmax_segm_max, attn_metadata.softmax_segm_expsum
-            ),
+        # vLLM keeps these for its own splits, one set for each stream that may run.
+        scratch = Scratch(
+            attn_metadata.softmax_segm_output, attn_metadata.softmax_segm_max, attn_metadata.softmax_segm_expsum
         )
-        return output
-
-    def _split(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """The halves of the cache [blocks, Hkv, block size, 2 * D]; views cost host time in every layer."""
-        if self._caches is None or self._caches[0] is not kv_cache:
-            self._caches = (kv_cache, *kv_cache.split(self.head_size, -1))
-        return self._caches[1:]
-
-
-def _is_causal(metadata: FlagosAttentionMetadata) -> bool:
-    """Whether every token sees the tokens before it and no others."""
-    has_ranges = metadata.mm_prefix_range_tensor is not None
-    return metadata.causal is True and not has_ranges and metadata.rswa_prefix_lens is None
+        return self.attend(query, kv_cache, attn_metadata, output, scratch)
 
 
 class FlagosAttentionBackend(TritonAttentionBackend):

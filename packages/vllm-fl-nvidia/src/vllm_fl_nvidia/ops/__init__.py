@@ -8,10 +8,13 @@ from typing import Any
 
 from vllm_fl.catalog import CATALOG
 from vllm_fl.dispatch.types import Availability, BackendImplKind, BackendPriority, OpImpl
+from vllm_fl.flagos.availability import triton_attention
 from vllm_fl.plugins import load_at_first_call
 from vllm_fl_nvidia import kernels
 
 IMPL_ID = "vendor.nvidia"
+#: FlashAttention for steps with prompts, this project's Triton kernel for decodes.
+FLASH_TRITON_ID = "vendor.nvidia.flash_triton"
 
 _HALF = frozenset({"float16", "bfloat16"})
 _FLOATING = frozenset({"float32", *_HALF})
@@ -75,7 +78,25 @@ def implementations() -> list[OpImpl]:
         )
         for name, kernel in OPERATORS.items()
     ]
-    return callable_ones + [_in_layer(name) for name in IN_LAYERS]
+    return [*callable_ones, _flash_triton(), *(_in_layer(name) for name in IN_LAYERS)]
+
+
+def _flash_triton() -> OpImpl:
+    name = "attention_backend"
+    return OpImpl(
+        op_name=name,
+        impl_id=FLASH_TRITON_ID,
+        kind=BackendImplKind.VENDOR,
+        vendor="nvidia",
+        fn=load_at_first_call(name, f"{__name__}.attention:flash_triton_backend", _compiled_and_triton),
+        priority=BackendPriority.VENDOR - 1,
+        supported_dtypes=None,
+    )
+
+
+def _compiled_and_triton() -> Availability:
+    compiled = kernels.compiled()
+    return triton_attention() if compiled else compiled
 
 
 def _in_layer(name: str) -> OpImpl:

@@ -5,13 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Stands for vLLM's own choice among FlashAttention, FlashInfer and the rest; `NvidiaPlatform` puts it in its place.
+#: Stands for vLLM's own choice among FlashAttention, FlashInfer and the rest, which the platform puts in its place.
 NATIVE = "vllm_fl_nvidia.ops.attention.NATIVE"
+#: The same, but for decodes this project's kernel where the choice is FlashAttention.
+FLASH_TRITON = "vllm_fl_nvidia.flash_triton.FlashTritonBackend"
 
 
 def attention_backend(use_mla: bool = False, use_sparse: bool = False) -> str:
     """See :func:`vllm_fl.catalog.attention.attention_backend`."""
     return NATIVE
+
+
+def flash_triton_backend(use_mla: bool = False, use_sparse: bool = False) -> str:
+    """See :func:`vllm_fl.catalog.attention.attention_backend`."""
+    if use_mla or use_sparse:
+        raise NotImplementedError("FlashAttention beside Triton has no multi-head latent and no sparse attention")
+    return FLASH_TRITON
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:

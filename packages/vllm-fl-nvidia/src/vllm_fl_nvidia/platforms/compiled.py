@@ -8,7 +8,7 @@ from vllm.platforms.cuda import CudaPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_fl.integration.platform import FLPlatform
-from vllm_fl_nvidia.ops.attention import NATIVE
+from vllm_fl_nvidia.ops.attention import FLASH_TRITON, NATIVE
 
 __all__ = ["CompiledNvidiaPlatform"]
 
@@ -31,12 +31,15 @@ class CompiledNvidiaPlatform(FLPlatform, CudaPlatform):
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
         """Path of the attention backend: vLLM judges its own, dispatch chooses if the user names none."""
+        path = NATIVE
         if selected_backend is None or selected_backend.name == "CUSTOM":
             path = super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
-            if path != NATIVE:
+            if path not in (NATIVE, FLASH_TRITON):
                 return path
             selected_backend = None
-        return str(super(FLPlatform, cls).get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))
+        native = str(super(FLPlatform, cls).get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))
+        is_flash = native == AttentionBackendEnum.FLASH_ATTN.get_path()
+        return FLASH_TRITON if path == FLASH_TRITON and is_flash else native
 
     @classmethod
     def get_pass_manager_cls(cls) -> str:
