@@ -116,16 +116,6 @@ def test_block_sizes(platform: Any, block_size: int) -> None:
     platform.check_and_update_config(make_config(cache__block_size=block_size, cache__user_specified_block_size=True))
 
 
-def test_second_model_runner_refused(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(ConfigError) as caught:
-        platform.pre_register_and_update()
-    assert str(caught.value) == (
-        "environment variable VLLM_USE_V2_MODEL_RUNNER: '1'; the Ascend platform has vLLM's first model runner only"
-        " (the second one is written for CUDA): unset the variable"
-    )
-
-
 def test_environment(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"VLLM_MLA_DISABLE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     for name in values:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,19 +127,6 @@ def test_overlapped_batches_are_refused(warnings: list[str]) -> None:
     platform._settle_scheduling(config)
     assert config.scheduler_config.async_scheduling is config.parallel_config.enable_dbo is False
     assert warnings == ["--enable-dbo: there is no second stream to overlap with on a CPU; it is switched off"]
-
-
-def test_the_second_model_runner_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    ReferencePlatform.pre_register_and_update()
-    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(ConfigError) as caught:
-        ReferencePlatform.pre_register_and_update()
-    assert str(caught.value) == (
-        "environment variable VLLM_USE_V2_MODEL_RUNNER: '1'; the CPU reference platform has vLLM's first model runner"
-        " only: unset the variable"
-    )
 
 
 @pytest.mark.parametrize(

@@ -7,24 +7,22 @@ from typing import Any
 
 import torch
 import torch_npu  # noqa: F401 - torch.npu and torch.ops.npu
-from vllm.platforms.interface import PlatformEnum
 
 from vllm_fl.errors import ConfigError
-from vllm_fl.integration.platform import FLPlatform
+from vllm_fl.integration.platform import OutOfTreePlatform
 
 from .fused_attention import BLOCK_SIZE
 
 __all__ = ["AscendPlatform"]
 
 
-class AscendPlatform(FLPlatform):
+class AscendPlatform(OutOfTreePlatform):
     """Runs vLLM's models on Ascend NPUs, through the operators of torch_npu.
 
     Eager by default. ``--compilation-config '{"mode": 3}'`` captures the pieces of the model between attentions as
     NPU graphs; the attention takes lengths from the host, and stays outside.
     """
 
-    _enum = PlatformEnum.OOT
     device_name = "npu"
     device_type = "npu"
     dispatch_key = "PrivateUse1"
@@ -35,15 +33,6 @@ class AscendPlatform(FLPlatform):
     # Graphs are captured of the operators as they are; inductor has no code for the NPU without further packages.
     simple_compile_backend = "eager"
     worker_cls = "vllm_fl_ascend.worker.AscendWorker"
-    communicator_cls = "vllm_fl.integration.communicator.FLCommunicator"
-
-    @property
-    def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
-
-    @classmethod
-    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        """What an operator does not take is that operator's to say."""
 
     # --- the device ---
 
@@ -71,31 +60,11 @@ class AscendPlatform(FLPlatform):
         torch.npu.manual_seed_all(seed)
 
     @classmethod
-    def is_pin_memory_available(cls) -> bool:
-        return True
-
-    @classmethod
     def num_compute_units(cls, device_id: int = 0) -> int:
         """AI cores for matrices; 1 where torch_npu does not say."""
         return int(getattr(torch.npu.get_device_properties(device_id), "cube_core_num", 1))
 
     # --- what vLLM may do here ---
-
-    @classmethod
-    def support_hybrid_kv_cache(cls) -> bool:
-        return True
-
-    @classmethod
-    def opaque_attention_op(cls) -> bool:
-        return True
-
-    @classmethod
-    def use_custom_op_collectives(cls) -> bool:
-        return True
-
-    @classmethod
-    def check_runner_kv_caches_multi_layer(cls) -> None:
-        """Layers that share an index are no problem: each has its cache bound by name."""
 
     @classmethod
     def support_static_graph_mode(cls) -> bool:
@@ -106,19 +75,6 @@ class AscendPlatform(FLPlatform):
         # It captures with torch.cuda.graph, which compat.py leads to torch.npu.graph.
         return "vllm.compilation.cuda_graph.CUDAGraphWrapper"
 
-    @classmethod
-    def register_triton_kernel_overrides(cls) -> None:
-        """vLLM 0.31 and later: without Triton for the NPU, the fallbacks of vLLM's CPU platform."""
-        from vllm.triton_utils import HAS_TRITON
-
-        if not HAS_TRITON:
-            from vllm.platforms.cpu import CpuPlatform
-
-            from vllm_fl.integration.compat import override_slot_mapping
-
-            CpuPlatform.register_triton_kernel_overrides()
-            override_slot_mapping()
-
     # --- configuration ---
 
     @classmethod
@@ -128,12 +84,6 @@ class AscendPlatform(FLPlatform):
         os.environ.setdefault("VLLM_MLA_DISABLE", "1")
         # A device that the parent has started cannot be used after a fork.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        wanted = os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-        if wanted.strip().lower() not in {"0", "false"}:
-            raise ConfigError(
-                f"environment variable VLLM_USE_V2_MODEL_RUNNER: {wanted!r}; the Ascend platform has vLLM's first model"
-                " runner only (the second one is written for CUDA): unset the variable"
-            )
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: Any) -> None:

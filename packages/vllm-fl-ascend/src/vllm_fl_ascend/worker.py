@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -86,7 +85,3 @@ class AscendWorker(FLWorkerMixin, Worker):
         self.model_runner = AscendModelRunner(self.vllm_config, self.device)
         if self.rank == 0:
             report_usage_stats(self.vllm_config)
-
-    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
-        # vLLM would ask for its CUDA allocator, which serves sleep mode, on every platform that it does not know.
-        return nullcontext()

@@ -157,7 +157,7 @@ def test_slot_mapping_goes_to_dispatch_where_the_fallback_of_vllm_does_not_fit(
     monkeypatch.setattr(vllm.utils.cpu_triton_utils, "_compute_slot_mapping_kernel_impl", fallback)
     monkeypatch.setattr(vllm.v1.worker.block_table, "ComputeSlotMappingKernel", kernel, raising=False)
 
-    compat.override_slot_mapping()
+    compat._override_slot_mapping()
 
     assert list(registered) == ["vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"] * overridden
     if overridden:

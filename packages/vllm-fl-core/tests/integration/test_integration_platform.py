@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_fl.config import reset_settings
 from vllm_fl.dispatch import OpImpl, get_default_manager, reset_default_manager, with_preference
 from vllm_fl.dispatch.types import BackendImplKind
-from vllm_fl.errors import NoImplementationError
-from vllm_fl.integration.platform import FINGERPRINT_KEY, LAYERS_KEY, FLPlatform, stamp_selection
+from vllm_fl.errors import ConfigError, NoImplementationError
+from vllm_fl.integration.platform import FINGERPRINT_KEY, LAYERS_KEY, FLPlatform, OutOfTreePlatform, stamp_selection
 
 
 def selector(**fields: Any) -> SimpleNamespace:
@@ -113,6 +114,22 @@ def test_the_pass_manager_drops_what_needs_compiled_kernels() -> None:
     manager = resolve_obj_by_qualname(current_platform.get_pass_manager_cls())()
     manager.configure(VllmConfig())
     assert isinstance(manager.fix_functionalization, NoPass)
+
+
+def test_the_second_model_runner_is_refused_out_of_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Acme(OutOfTreePlatform):
+        device_name = "acme"
+
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    Acme.pre_register_and_update()
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ConfigError) as caught:
+        Acme.pre_register_and_update()
+    assert str(caught.value) == (
+        "environment variable VLLM_USE_V2_MODEL_RUNNER: '1'; the platform 'acme' has vLLM's first model runner only:"
+        " unset the variable"
+    )
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 from pathlib import Path
@@ -10,12 +9,10 @@ from typing import Any
 
 import psutil
 import torch
-from vllm.platforms.interface import PlatformEnum
 from vllm.utils.cpu_resource_utils import DEVICE_CONTROL_ENV_VAR, get_memory_node_info, get_visible_memory_node
 
 from vllm_fl.errors import ConfigError
-from vllm_fl.integration.compat import override_slot_mapping
-from vllm_fl.integration.platform import FLPlatform
+from vllm_fl.integration.platform import OutOfTreePlatform
 from vllm_fl.logging import get_logger
 
 from .threads import make_forks_safe
@@ -27,13 +24,12 @@ GIB = 1 << 30
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-class ReferencePlatform(FLPlatform):
+class ReferencePlatform(OutOfTreePlatform):
     """Runs vLLM's models on the host's processors through the reference implementations.
 
     An out-of-tree platform on device ``cpu``: vLLM's own CPU platform would look for its compiled kernels.
     """
 
-    _enum = PlatformEnum.OOT
     device_name = "cpu"
     device_type = "cpu"
     dispatch_key = "CPU"
@@ -43,15 +39,6 @@ class ReferencePlatform(FLPlatform):
     # a request costs more than it gains, and needs a compiler. The model itself goes through get_compile_backend.
     simple_compile_backend = "eager"
     worker_cls = "vllm_fl_reference.worker.ReferenceWorker"
-    communicator_cls = "vllm_fl.integration.communicator.FLCommunicator"
-
-    @property
-    def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
-
-    @classmethod
-    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        """Every dtype that PyTorch computes in on a CPU is taken."""
 
     # --- the device ---
 
@@ -97,32 +84,9 @@ class ReferencePlatform(FLPlatform):
     def num_compute_units(cls, device_id: int = 0) -> int:
         return torch.get_num_threads()
 
-    # --- what vLLM may do here ---
-
-    @classmethod
-    def support_hybrid_kv_cache(cls) -> bool:
-        return True
-
-    @classmethod
-    def opaque_attention_op(cls) -> bool:
-        return True
-
-    @classmethod
-    def use_custom_op_collectives(cls) -> bool:
-        return True
-
-    @classmethod
-    def check_runner_kv_caches_multi_layer(cls) -> None:
-        """Layers that share an index (encoder-decoder models) are no problem for the CPU runner."""
-
     @classmethod
     def get_compile_backend(cls) -> str:
         return "inductor"
-
-    @classmethod
-    def register_triton_kernel_overrides(cls) -> None:
-        """vLLM 0.31 and later: replace its Triton kernels by the fallbacks of its CPU platform."""
-        _register_fallbacks()
 
     # --- configuration ---
 
@@ -134,7 +98,6 @@ class ReferencePlatform(FLPlatform):
         os.environ.setdefault("VLLM_MLA_DISABLE", "1")
         # Inductor's pool of compile processes cannot be started from the workers of the multiprocess executor.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-        _settle_model_runner()
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
@@ -158,30 +121,9 @@ class ReferencePlatform(FLPlatform):
         super().check_and_update_config(vllm_config)
 
 
-@functools.cache
-def _register_fallbacks() -> None:
-    """Once a process: vLLM asks with every engine, searches all modules each time, and warns of what it replaces."""
-    from vllm.platforms.cpu import CpuPlatform
-    from vllm.triton_utils import HAS_TRITON
-
-    if not HAS_TRITON:
-        CpuPlatform.register_triton_kernel_overrides()
-        override_slot_mapping()
-
-
 def _has_compiler() -> bool:
     names = (os.environ.get("CXX"), "g++", "clang++", "c++")
     return any(name and shutil.which(name.split()[0]) for name in names)
-
-
-def _settle_model_runner() -> None:
-    """vLLM's second model runner is written in Triton; where Triton finds a GPU, vLLM would choose it here, too."""
-    wanted = os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-    if wanted.strip().lower() not in {"0", "false"}:
-        raise ConfigError(
-            f"environment variable VLLM_USE_V2_MODEL_RUNNER: {wanted!r}; the CPU reference platform has vLLM's first"
-            " model runner only: unset the variable"
-        )
 
 
 def _settle_cache(cache_config: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -84,10 +84,6 @@ class ReferenceWorker(FLWorkerMixin, CPUWorker):
         """What one sequence of full length takes, and a block more."""
         specs = self.get_kv_cache_spec().values()
         return sum(int(spec.max_memory_usage_bytes(self.vllm_config) + spec.page_size_bytes) for spec in specs)
-
-    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
-        # vLLM would ask for its CUDA allocator, which serves sleep mode, on every platform that it does not know.
-        return nullcontext()
 
 
 def _shown(size: int) -> str:

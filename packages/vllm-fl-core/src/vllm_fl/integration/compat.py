@@ -10,13 +10,20 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from vllm_fl.logging import get_logger
 
-__all__ = ["declare_environment", "define_missing_symbols", "install", "override_slot_mapping"]
+__all__ = [
+    "declare_environment",
+    "define_missing_symbols",
+    "dispatch_top_k_top_p",
+    "install",
+    "register_kernel_fallbacks",
+]
 
 
 def install() -> None:
@@ -79,6 +86,19 @@ _SYMBOLS: dict[str, tuple[str, str, int]] = {
     "_moe_C::topk_sigmoid": (_ROUTER.format("float routed_scaling_factor=1.0, "), "topk_sigmoid", 7),
 }
 
+_GREEDY = (
+    "(Tensor(a0!) output, Tensor ends, Tensor drafted, Tensor likeliest, Tensor bonus, Tensor? is_greedy, int longest)"
+    " -> ()"
+)
+_RANDOM = (
+    "(Tensor(a0!) output, Tensor ends, Tensor drafted, Tensor? draft_probs, Tensor target_probs, Tensor bonus,"
+    " Tensor recovered, Tensor uniform, Tensor is_greedy, int longest, int vocabulary, bool certain) -> ()"
+)
+_RECOVERED = (
+    "(Tensor(a0!) output, Tensor ends, Tensor drafted, Tensor? draft_probs, Tensor target_probs, Tensor inverse,"
+    " int vocabulary, bool certain) -> ()"
+)
+
 #: Keeps the definitions alive: they vanish with their Library.
 _libraries: dict[str, Any] = {}
 
@@ -95,6 +115,38 @@ def define_missing_symbols() -> None:
     _define("_C::init_cpu_memory_env", "(int[] node_ids) -> ()", lambda node_ids: None)
     # Graph wrappers hold the outputs of captured graphs by it, so that the graphs' memory pool can take them back.
     _define("_C::weak_ref_tensor", "(Tensor input) -> Tensor", _weak_ref_tensor)
+    _define_rejection_sampling()
+
+
+def _define_rejection_sampling() -> None:
+    """What decides on speculative drafts where vLLM has no Triton.
+
+    Its fallback of the kernel that repeats a value for each draft writes into a converted copy, unless the values are
+    int64: temperatures and limits would be lost. So that one is replaced as a whole, where our symbols are needed.
+    """
+    import torch
+
+    from vllm_fl.integration import rejection
+
+    ours = not hasattr(torch.ops._C, "rejection_greedy_sample_kernel_impl")
+    for symbol, schema, function in (
+        ("rejection_greedy_sample", _GREEDY, rejection.accept_greedily),
+        ("rejection_random_sample", _RANDOM, rejection.accept_at_random),
+        ("sample_recovered_tokens", _RECOVERED, rejection.draw_recovered),
+    ):
+        _define(f"_C::{symbol}_kernel_impl", schema, function)
+    if not ours:
+        return
+    from vllm.utils import cpu_triton_utils
+
+    def expand_kernel(
+        output: Any, values: Any, ends: Any, replace_from: int, replace_to: int, MAX_NUM_TOKENS: int | None = None
+    ) -> None:
+        output.copy_(rejection.expand(torch.where(values == replace_from, replace_to, values), ends))
+
+    setattr(cpu_triton_utils, "_expand_kernel_impl", expand_kernel)  # noqa: B010 - vLLM 0.31 and later
+    if hasattr(cpu_triton_utils, "expand_kernel"):
+        cpu_triton_utils.expand_kernel.func = expand_kernel
 
 
 def _to_operator(name: str, taken: int) -> Callable[..., None]:
@@ -125,12 +177,27 @@ def _define(symbol: str, schema: str, function: Callable[..., Any]) -> None:
     _libraries[namespace].impl(name, function, "CompositeExplicitAutograd")
 
 
-def override_slot_mapping() -> None:
+@functools.cache
+def register_kernel_fallbacks() -> None:
+    """Replace vLLM's Triton kernels by the PyTorch code of its CPU platform, where Triton has no device.
+
+    Needed by 0.31 to 0.33, which ask the platform for it; can go when vLLM does it for every platform. Once a process:
+    vLLM asks with every engine, searches all modules each time, and warns of what it replaces.
+    """
+    from vllm.triton_utils import HAS_TRITON
+
+    if not HAS_TRITON:
+        from vllm.platforms.cpu import CpuPlatform
+
+        CpuPlatform.register_triton_kernel_overrides()
+        _override_slot_mapping()
+
+
+def _override_slot_mapping() -> None:
     """Send vLLM's Triton kernel of slot mappings to dispatch where vLLM's own fallback for it does not fit.
 
     Needed by 0.32.0 without Triton, whose fallback has two parameters more than the kernel and gets wrong arguments;
     recognised by the numbers of parameters, and by the size of a block being the kernel's eighth; can go with 0.32.
-    Call it after the fallbacks have been registered.
     """
     from vllm.triton_utils.dispatcher import register_kernels
     from vllm.utils.cpu_triton_utils import _compute_slot_mapping_kernel_impl as fallback
@@ -203,6 +270,36 @@ def _dispatch_repetition_penalties(custom_ops: ModuleType) -> None:
     _patch(custom_ops, apply_repetition_penalties)
 
 
+def dispatch_top_k_top_p() -> None:
+    """Send the sampler's ``apply_top_k_top_p`` to dispatch. To be called in a worker whose model runner is imported.
+
+    Needed by 0.26 to 0.33, whose sampler chooses between Triton and PyTorch itself; recognised by the function's first
+    parameters; can go when the sampler has a hook. Modules that have imported the function by name get ours, too.
+    Where vLLM samples with FlashInfer or another library's fused kernel, it does not call the function.
+    """
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    from vllm_fl.dispatch import bind
+
+    original = topk_topp_sampler.apply_top_k_top_p
+    if getattr(original, "_vllm_fl", False):
+        return
+    if list(inspect.signature(original).parameters)[:3] != ["logits", "k", "p"]:
+        _warn_unknown(topk_topp_sampler, "apply_top_k_top_p")
+        return
+    op = bind("apply_top_k_top_p")
+
+    def apply_top_k_top_p(logits: Any, k: Any, p: Any, **hints: Any) -> Any:
+        if k is not None or p is not None:
+            op.fn(logits, k, p)
+        return logits
+
+    apply_top_k_top_p._vllm_fl = True  # type: ignore[attr-defined]
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get("apply_top_k_top_p") is original:
+            setattr(module, "apply_top_k_top_p", apply_top_k_top_p)  # noqa: B010 - mypy does not know the attribute
+
+
 def _patch(module: ModuleType, replacement: Callable[..., Any]) -> None:
     """Put `replacement` in the place of the function of the same name, if its parameters are those we know."""
     name = replacement.__name__
@@ -212,11 +309,15 @@ def _patch(module: ModuleType, replacement: Callable[..., Any]) -> None:
     if original is None or list(inspect.signature(original).parameters) != list(
         inspect.signature(replacement).parameters
     ):
-        get_logger(__name__).warning(
-            "%s.%s is not the function that vllm-fl knows: vLLM's own code serves it, dispatch does not",
-            module.__name__,
-            name,
-        )
+        _warn_unknown(module, name)
         return
     replacement._vllm_fl = True  # type: ignore[attr-defined]
     setattr(module, name, replacement)
+
+
+def _warn_unknown(module: ModuleType, name: str) -> None:
+    get_logger(__name__).warning(
+        "%s.%s is not the function that vllm-fl knows: vLLM's own code serves it, dispatch does not",
+        module.__name__,
+        name,
+    )

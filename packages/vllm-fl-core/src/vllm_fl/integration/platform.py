@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, ClassVar
 
-from vllm.platforms.interface import Platform
+import torch
+from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_fl.config import ENVIRONMENT
 from vllm_fl.dispatch import get_default_manager
+from vllm_fl.errors import ConfigError
 from vllm_fl.logging import get_logger
 from vllm_fl.plugins import communicator_class
 
-__all__ = ["FINGERPRINT_KEY", "LAYERS_KEY", "FLPlatform", "stamp_selection"]
+__all__ = ["FINGERPRINT_KEY", "LAYERS_KEY", "FLPlatform", "OutOfTreePlatform", "stamp_selection"]
 
 #: Keys in ``vllm_config.additional_config`` under which the selection enters vLLM's hash.
 FINGERPRINT_KEY = "vllm_fl_dispatch_fingerprint"
@@ -117,6 +120,55 @@ class FLPlatform(Platform):
             if compilation.compile_sizes is None:
                 compilation.compile_sizes = []
         stamp_selection(vllm_config, cls.native_vendor)
+
+
+class OutOfTreePlatform(FLPlatform):
+    """Base of a platform for a device that vLLM does not know: what vLLM can do on any device is on."""
+
+    _enum = PlatformEnum.OOT
+    communicator_cls = "vllm_fl.integration.communicator.FLCommunicator"
+
+    @classmethod
+    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
+        """What an operator does not take is that operator's to say."""
+
+    @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        return True
+
+    @classmethod
+    def opaque_attention_op(cls) -> bool:
+        return True
+
+    @classmethod
+    def use_custom_op_collectives(cls) -> bool:
+        return True
+
+    @classmethod
+    def check_runner_kv_caches_multi_layer(cls) -> None:
+        """Layers that share an index (encoder-decoder models) are no problem: each has its cache bound by name."""
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        """vLLM 0.31 and later: without Triton for the device, PyTorch code takes the place of its Triton kernels."""
+        from . import compat
+
+        compat.register_kernel_fallbacks()
+
+    @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        """Settle what vLLM reads from the environment.
+
+        Raises:
+            ConfigError: the user asks for vLLM's second model runner, which is written for CUDA's memory and Triton.
+        """
+        super().pre_register_and_update(parser)
+        wanted = os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        if wanted.strip().lower() not in {"0", "false"}:
+            raise ConfigError(
+                f"environment variable VLLM_USE_V2_MODEL_RUNNER: {wanted!r}; the platform {cls.device_name!r} has"
+                " vLLM's first model runner only: unset the variable"
+            )
 
 
 def stamp_selection(vllm_config: Any, native_vendor: str | None = None) -> None:

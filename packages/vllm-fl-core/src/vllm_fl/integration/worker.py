@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -28,11 +29,12 @@ class FLWorkerMixin:
     vllm_config: Any
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        from . import layers
+        from . import compat, layers
 
         use_tuned(self.vllm_config)
         native_vendor = getattr(current_platform, "native_vendor", None)
         layers.register(native_vendor)
+        compat.dispatch_top_k_top_p()
         get_default_manager().prepare_compile()
         stamp_selection(self.vllm_config, native_vendor)
         return super().load_model(*args, **kwargs)  # type: ignore[misc]
@@ -65,6 +67,13 @@ class FLWorkerMixin:
         """operator -> impl_id that is chosen in this process, for each operator that has one."""
         selections = get_default_manager().selections()
         return {operator: s.chosen.impl.impl_id for operator, s in selections.items() if s.chosen is not None}
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        # vLLM would ask for its CUDA allocator, which serves sleep mode, on every platform that it does not know.
+        if current_platform.is_out_of_tree():
+            return nullcontext()
+        context: AbstractContextManager[Any] = super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc]
+        return context
 
     def _has_graphs(self) -> bool:
         from vllm.config import CompilationMode, CUDAGraphMode

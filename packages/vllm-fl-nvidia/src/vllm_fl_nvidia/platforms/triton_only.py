@@ -7,25 +7,23 @@ import os
 from typing import Any
 
 import torch
-from vllm.platforms.interface import DeviceCapability, PlatformEnum
+from vllm.platforms.interface import DeviceCapability
 from vllm.utils.import_utils import import_pynvml
 
-from vllm_fl.integration.platform import FLPlatform
+from vllm_fl.integration.platform import OutOfTreePlatform
 
 __all__ = ["TritonNvidiaPlatform"]
 
 pynvml = import_pynvml()
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
-class TritonNvidiaPlatform(FLPlatform):
+class TritonNvidiaPlatform(OutOfTreePlatform):
     """Out of tree to vLLM, since its tests for CUDA lead to compiled kernels; so is everything that needs those.
 
     Not available: vLLM's custom all-reduce, sleep mode, quantised layers, the second model runner.
     """
 
-    _enum = PlatformEnum.OOT
     device_name = "cuda"
     device_type = "cuda"
     dispatch_key = "CUDA"
@@ -35,17 +33,6 @@ class TritonNvidiaPlatform(FLPlatform):
     simple_compile_backend = "inductor"
 
     worker_cls = "vllm_fl_nvidia.worker.NvidiaWorker"
-    communicator_cls = "vllm_fl.integration.communicator.FLCommunicator"
-
-    @property
-    def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
-
-    @classmethod
-    def pre_register_and_update(cls, parser: Any = None) -> None:
-        super().pre_register_and_update(parser)
-        # It asks for device memory mapped to the host through a compiled kernel.
-        os.environ.setdefault(_V2_RUNNER, "0")
 
     @classmethod
     @functools.cache
@@ -88,22 +75,6 @@ class TritonNvidiaPlatform(FLPlatform):
                 f"bfloat16 needs compute capability 8.0, {cls.get_device_name()} has {capability.as_version_str()};"
                 " use --dtype float16"
             )
-
-    @classmethod
-    def is_pin_memory_available(cls) -> bool:
-        return True
-
-    @classmethod
-    def support_hybrid_kv_cache(cls) -> bool:
-        return True
-
-    @classmethod
-    def opaque_attention_op(cls) -> bool:
-        return True
-
-    @classmethod
-    def use_custom_op_collectives(cls) -> bool:
-        return True
 
     @classmethod
     def support_static_graph_mode(cls) -> bool:
