@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.v1.attention.backend import (
-    AttentionBackend,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -18,6 +17,7 @@ from vllm.v1.attention.backend import (
 )
 
 from vllm_fl.dispatch import bind
+from vllm_fl.integration.attention import CACHE_DTYPES, OutOfTreeAttentionBackend
 
 from .fused_attention import BLOCK_SIZE, MAX_ROW, Pool, Step, attend, make_pool
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import AttentionSpec
 
-_CACHE_DTYPES = ("auto", "float16", "bfloat16")
 _DTYPES = (torch.float16, torch.bfloat16)
 #: Largest head, and most query heads for one head of keys.
 MAX_HEAD_SIZE = 512
@@ -130,7 +129,7 @@ class AscendAttentionImpl(AttentionImpl[AscendAttentionMetadata]):
             "sliding windows": sliding_window is not None,
             "a cap on the scores": bool(logits_soft_cap),
             f"attention of type {attn_type!r}": attn_type != AttentionType.DECODER,
-            f"a KV cache of dtype {kv_cache_dtype!r} ({', '.join(_CACHE_DTYPES)})": kv_cache_dtype not in _CACHE_DTYPES,
+            f"a KV cache of dtype {kv_cache_dtype!r} ({', '.join(CACHE_DTYPES)})": kv_cache_dtype not in CACHE_DTYPES,
             f"heads of size {head_size} (multiples of 16 up to {MAX_HEAD_SIZE})": not _fits(head_size),
             f"{num_heads} query heads for {self.num_kv_heads} heads of keys (at most {MAX_GROUP} for one)": num_heads
             > MAX_GROUP * self.num_kv_heads,
@@ -201,18 +200,12 @@ def _fits(head_size: int) -> bool:
     return head_size % 16 == 0 and head_size <= MAX_HEAD_SIZE
 
 
-class AscendAttentionBackend(AttentionBackend):
+class AscendAttentionBackend(OutOfTreeAttentionBackend):
     """Paged attention on the NPU: prefill, chunked prefill, decode and mixtures of them, causal or not."""
 
     #: The pages of the cache are laid out by us, so that both go together.
     forward_includes_kv_cache_update: bool = True
     supported_dtypes: ClassVar[list[torch.dtype]] = list(_DTYPES)
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(_CACHE_DTYPES)
-
-    @staticmethod
-    def get_name() -> str:
-        """vLLM's name for a backend from outside its tree."""
-        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[AscendAttentionImpl]:
@@ -228,18 +221,6 @@ class AscendAttentionBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         """128 tokens; vLLM splits larger blocks."""
         return [BLOCK_SIZE]
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        """Logical shape of one layer's cache (vLLM before 0.30; later versions have this shape built in)."""
-        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
-
-    @staticmethod
-    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Memory order [blocks, (layers,) tokens, heads, 2 * head_size] (vLLM before 0.30)."""
-        return (1, 0, 3, 2, 4) if include_num_layers_dimension else (0, 2, 1, 3)
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.v1.attention.backend import (
-    AttentionBackend,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -17,6 +16,7 @@ from vllm.v1.attention.backend import (
 )
 
 from vllm_fl.dispatch import bind
+from vllm_fl.integration.attention import CACHE_DTYPES, OutOfTreeAttentionBackend
 
 from .attention_plan import AttentionStep
 from .paged_attention import AttentionOptions, CacheRows, packed_attention, paged_attention
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
 
 _ENCODER_TYPES = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
-_CACHE_DTYPES = ("auto", "float16", "bfloat16")
 _reshape_and_cache = bind("reshape_and_cache")
 
 
@@ -119,10 +118,10 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             raise NotImplementedError(
                 "reference attention has no cross-attention (encoder-decoder models); choose another attention backend"
             )
-        if kv_cache_dtype not in _CACHE_DTYPES:
+        if kv_cache_dtype not in CACHE_DTYPES:
             raise NotImplementedError(
                 f"reference attention has no KV cache of dtype {kv_cache_dtype!r}; "
-                f"--kv-cache-dtype may be {', '.join(_CACHE_DTYPES)}"
+                f"--kv-cache-dtype may be {', '.join(CACHE_DTYPES)}"
             )
         unknown = sorted(name for name, value in extra.items() if value not in (None, False, -1))
         if unknown:
@@ -198,17 +197,11 @@ class PagedAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         return self._rows[1]
 
 
-class PagedAttentionBackend(AttentionBackend):
+class PagedAttentionBackend(OutOfTreeAttentionBackend):
     """Paged attention in PyTorch: prefill, chunked prefill, decode and mixtures of them, causal or not."""
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(_CACHE_DTYPES)
-
-    @staticmethod
-    def get_name() -> str:
-        """vLLM's name for a backend from outside its tree."""
-        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[PagedAttentionImpl]:
@@ -224,18 +217,6 @@ class PagedAttentionBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         """Any; 16 is named because vLLM gives sliding window layers the smallest size that is named."""
         return [16, MultipleOf(1)]
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        """Logical shape of one layer's cache (vLLM before 0.30; later versions have this shape built in)."""
-        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
-
-    @staticmethod
-    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Memory order [blocks, (layers,) tokens, heads, 2 * head_size] (vLLM before 0.30)."""
-        return (1, 0, 3, 2, 4) if include_num_layers_dimension else (0, 2, 1, 3)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> None:
