@@ -22,6 +22,7 @@ import yaml
 
 from vllm_fl.config import CONFIG_ENV, ConfigProblems, Problem, Settings, load_file, load_settings
 from vllm_fl.dispatch import SelectionPolicy, get_default_manager, get_policy, reset_global_policy
+from vllm_fl.dispatch.parameters import flat, nested
 from vllm_fl.dispatch.policy import VALID_PREFER_VALUES
 from vllm_fl.errors import ConfigError, did_you_mean
 
@@ -77,6 +78,7 @@ def _check_names(settings: Settings) -> None:
         operators=registry.known_operators(),
         vendors={impl.vendor for impl in impls if impl.vendor},
         impl_ids={impl.impl_id for impl in impls},
+        implementations=impls,
     )
 
 
@@ -91,6 +93,7 @@ def to_plain(policy: SelectionPolicy) -> dict[str, Any]:
         "use_flaggems": policy.flagos_enabled,
         "flagos_whitelist": _listed(policy.flagos_whitelist),
         "flagos_blacklist": sorted(policy.flagos_blacklist),
+        "parameters": nested(policy.parameters),
     }
 
 
@@ -105,6 +108,7 @@ def from_plain(document: Mapping[str, Any], origin: str = "") -> SelectionPolicy
         flagos_enabled=document["use_flaggems"],
         flagos_whitelist=_restriction(document["flagos_whitelist"]),
         flagos_blacklist=frozenset(document["flagos_blacklist"]),
+        parameters=tuple(sorted(flat(document["parameters"]).items())),
         origins=MappingProxyType({"": origin}),
     )
 

@@ -225,10 +225,11 @@ def test_describe(load: Load) -> None:
     )
     rows = [(row.key, row.item, row.value, str(row.origin)) for row in settings.describe()]
     variable = "environment variable VLLM_FL_FLAGOS_BLACKLIST"
-    assert rows[:8] == [
+    assert rows[:9] == [
         ("prefer", None, "flagos", "default"),
         ("strict", None, False, "default"),
         ("op_backends", "moe_sum", ("vendor", "flagos"), "my.yaml:2:3"),
+        ("parameters", None, (), "default"),
         ("allow_vendors", None, (), "my.yaml:3:1"),
         ("deny_vendors", None, (), "default"),
         ("use_flaggems", None, True, "default"),

@@ -162,7 +162,8 @@ def test_unknown_option() -> None:
     with pytest.raises(TypeError) as caught:
         op_options(dtype="float16")
     assert str(caught.value) == (
-        "op_options takes supported_dtypes, min_arch, supports, opaque, priority, impl_id, not dtype"
+        "op_options takes supported_dtypes, min_arch, supports, opaque, priority, impl_id, parameters, buckets,"
+        " not dtype"
     )
 
 

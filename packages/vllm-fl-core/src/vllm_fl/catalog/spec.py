@@ -139,6 +139,14 @@ class OpSpec:
     def signature(self) -> inspect.Signature:
         return inspect.signature(self.fake)
 
+    @cached_property
+    def first_tensor(self) -> int | None:
+        """Position of the first parameter that is a tensor and not optional; its first dimension is that of tokens."""
+        for index, p in enumerate(self.signature.parameters.values()):
+            if str(p.annotation).rpartition(".")[2] == "Tensor" and p.kind is not p.KEYWORD_ONLY:
+                return index
+        return None
+
     def __str__(self) -> str:
         parameters = [p.replace(annotation=p.empty) for p in self.signature.parameters.values()]
         return f"{self.name}{inspect.Signature(parameters)}"

@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_fl.logging import get_logger, set_log_level
 
@@ -22,6 +22,9 @@ from .model import expanded, is_edit, json_schema
 from .names import unknown_names
 from .problems import DEFAULT_ORIGIN, ConfigProblems, Origin, Problem
 from .settings import SettingRow, Settings
+
+if TYPE_CHECKING:
+    from vllm_fl.dispatch.types import OpImpl
 
 CONFIG_ENV = "VLLM_FL_CONFIG"
 
@@ -95,6 +98,7 @@ def check_file(
     impl_ids: Collection[str] | None = None,
     flagos_operators: Collection[str] | None = None,
     oot_layers: Collection[str] | None = None,
+    implementations: Collection[OpImpl] | None = None,
 ) -> list[Problem]:
     """Everything that is wrong with one user's file, whatever the other layers say; empty if nothing is.
 
@@ -112,6 +116,7 @@ def check_file(
         impl_ids=impl_ids,
         flagos_operators=flagos_operators,
         oot_layers=oot_layers,
+        implementations=implementations,
     )
     return sorted(problems + conflicts(merged) + names, key=line_and_column)
 
@@ -185,7 +190,8 @@ def _edits(value: Any) -> bool:
 
 
 def _settings(merged: Merged, warnings: tuple[str, ...]) -> Settings:
-    values = dict(merged.values, op_backends=MappingProxyType(merged.values["op_backends"]))
+    values = dict(merged.values)
+    values.update({key: MappingProxyType(values[key]) for key in ("op_backends", "parameters")})
     return Settings(**values, warnings=warnings, origins=MappingProxyType(merged.origins))
 
 

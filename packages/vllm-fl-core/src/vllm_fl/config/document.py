@@ -24,7 +24,7 @@ _NULL = "tag:yaml.org,2002:null"
 _KINDS = ("null", "bool", "int", "float", "str", "timestamp", "merge", "value", "seq", "map")
 _TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in _KINDS)
 _SIZE_LIMIT = 1 << 20
-_DEPTH_LIMIT = 4  # op_backends, an operator, its list, a token
+_DEPTH_LIMIT = 5  # parameters, an operator, an implementation, a parameter, a bucket
 
 
 @dataclass

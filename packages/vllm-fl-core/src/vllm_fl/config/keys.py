@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-#: How a key's values combine over the layers: the highest layer wins; per operator; a set that may be edited and whose
-#: absence means "every one" (restriction) or "none" (collection).
-Merging = Literal["replace", "per operator", "restriction", "collection"]
+#: How a key's values combine over the layers: the highest layer wins; per operator; per parameter; a set that may be
+#: edited and whose absence means "every one" (restriction) or "none" (collection).
+Merging = Literal["replace", "per operator", "per parameter", "restriction", "collection"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,12 @@ KEYS: Mapping[str, Key] = MappingProxyType(
             "Which implementations to try for an operator, in this order. "
             "Tokens: `flagos`, `reference`, `vendor`, `vendor:NAME`, `impl:ID`.",
             merging="per operator",
+        ),
+        "parameters": Key(
+            "mapping: operator, implementation, parameter to a value, or to buckets with a value each",
+            MappingProxyType({}),
+            "Values of parameters that implementations declare, such as block sizes; `vllm-fl explain OP` lists them.",
+            merging="per parameter",
         ),
         "allow_vendors": Key(
             "list",

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from vllm_fl.dispatch.parameters import flat
 from vllm_fl.errors import did_you_mean
 
 from .document import Document, Location, Raw, dotted, parse, read_path
@@ -18,7 +19,7 @@ from .problems import LayerName, Origin, Problem
 
 _WRONG_KEY = "[key]"  # pydantic's mark for a wrong key of a mapping
 
-#: Path of an origin: (key,), (key, item) or ("op_backends", operator, token).
+#: Path of an origin: (key,), (key, item), ("op_backends", operator, token) or ("parameters", *path of a parameter).
 OriginPath = tuple[str, ...]
 
 
@@ -28,7 +29,8 @@ class Layer:
 
     Args:
         values: key to value. Sets are tuples of entries as they were written: plain names, or ``+name`` and ``-name``
-            that edit the layer below, or ``*``. ``op_backends`` is a mapping of operators to tuples of tokens.
+            that edit the layer below, or ``*``. ``op_backends`` is a mapping of operators to tuples of tokens,
+            ``parameters`` one of :class:`~vllm_fl.dispatch.parameters.ParameterPath` to text.
         origins: where each key, item (without its sign) and token stands.
     """
 
@@ -58,6 +60,11 @@ def typed_layer(
             for index, entry in enumerate(value):
                 origins[(key, entry.lstrip("+-"))] = Origin(layer, place((key, index), False))
             value = tuple(value)
+        elif key == "parameters":
+            value = flat(value)
+            for path in value:
+                place_of: OriginPath = (key, *path)
+                origins[place_of] = Origin(layer, place((key, *filter(None, path)), True))
         elif isinstance(value, dict):
             for op_name, tokens in value.items():
                 origins[(key, op_name)] = Origin(layer, place((key, op_name), True))

@@ -2,6 +2,7 @@
 
 - A single value, and ``plugin_modules``: the highest layer that names the key wins.
 - ``op_backends``: for each operator, the highest layer that names the operator wins.
+- ``parameters``: for each parameter of an implementation, with all its buckets, the highest layer that names it wins.
 - Sets: a plain list replaces the list of the layers below; a list of ``+name`` and ``-name`` adds to it and removes
   from it; ``*`` (restrictions only) lifts the restriction of the layers below.
 """
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_fl.dispatch.parameters import ParameterPath
 from vllm_fl.errors import did_you_mean
 
 from .keys import KEYS
@@ -43,6 +45,8 @@ def merge(layers: Iterable[Layer]) -> Merged:
             merged.origins.update(_below(naming[-1], (key,)) if naming else {})
         elif description.merging == "per operator":
             merged.values[key] = _merge_operators(key, naming, merged)
+        elif description.merging == "per parameter":
+            merged.values[key] = _merge_parameters(key, naming, merged)
         else:
             merged.values[key] = _merge_set(key, naming, merged)
     merged.problems.extend(conflicts(merged))
@@ -73,6 +77,18 @@ def _merge_operators(key: str, naming: Sequence[Layer], merged: Merged) -> dict[
             merged.origins[(key, op_name)] = layer.origins[(key, op_name)]
             merged.origins.update(_below(layer, (key, op_name)))
     return dict(sorted(operators.items()))
+
+
+def _merge_parameters(key: str, naming: Sequence[Layer], merged: Merged) -> dict[ParameterPath, str]:
+    settings: dict[ParameterPath, str] = {}
+    for layer in naming:
+        named = {path[:3] for path in layer.values[key]}
+        for path in [path for path in settings if path[:3] in named]:
+            overridden: OriginPath = (key, *path)
+            del settings[path], merged.origins[overridden]
+        settings.update(layer.values[key])
+        merged.origins.update(_below(layer, (key,)))
+    return dict(sorted(settings.items()))
 
 
 def _merge_set(key: str, naming: Sequence[Layer], merged: Merged) -> frozenset[str] | None:

@@ -182,10 +182,19 @@ def _some_tokens(tokens: list[str]) -> list[str]:
     return tokens
 
 
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _error(is_not(value, "a mapping of operators to tokens, such as 'rms_norm: [vendor, flagos]'"))
-    return value
+def _mapping_of(expected: str) -> Callable[[Any], dict[str, Any]]:
+    def check(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise _error(is_not(value, f"a mapping of {expected}"))
+        return value
+
+    return check
+
+
+def _parameter(value: Any) -> str | dict[str, str]:
+    if isinstance(value, dict) and value:
+        return {bucket: _text(one, f"a value for the bucket {bucket!r}") for bucket, one in value.items()}
+    return _text(value, "a value, or a mapping of buckets to values, such as 'decode: 4'")
 
 
 def _any_case(word: str) -> str:
@@ -235,7 +244,27 @@ Tokens = Annotated[
     AfterValidator(_some_tokens),
     WithJsonSchema(_LIST_SCHEMA),
 ]
-OpBackends = Annotated[dict[Annotated[str, BeforeValidator(_operator)], Tokens], BeforeValidator(_mapping)]
+OpBackends = Annotated[
+    dict[Annotated[str, BeforeValidator(_operator)], Tokens],
+    BeforeValidator(_mapping_of("operators to tokens, such as 'rms_norm: [vendor, flagos]'")),
+]
+_VALUE_SCHEMA = {"type": ["string", "integer", "boolean"]}
+ParameterValue = Annotated[
+    Any,
+    BeforeValidator(_parameter),
+    WithJsonSchema({"anyOf": [_VALUE_SCHEMA, {"type": "object", "additionalProperties": _VALUE_SCHEMA}]}),
+]
+ImplementationParameters = Annotated[
+    dict[str, ParameterValue], BeforeValidator(_mapping_of("parameters to values, such as 'warps: 4'"))
+]
+OperatorParameters = Annotated[
+    dict[Annotated[str, BeforeValidator(_matching(_LABEL, "the id of an implementation"))], ImplementationParameters],
+    BeforeValidator(_mapping_of("implementations to parameters, such as 'flagos.triton: {warps: 4}'")),
+]
+Parameters = Annotated[
+    dict[Annotated[str, BeforeValidator(_operator)], OperatorParameters],
+    BeforeValidator(_mapping_of("operators to implementations, such as 'rms_norm: {flagos.triton: {warps: 4}}'")),
+]
 
 _OperatorEntry = Annotated[str, BeforeValidator(_entry(_operator))]
 _VendorEntry = Annotated[str, BeforeValidator(_entry(_vendor))]
@@ -261,6 +290,7 @@ class LayerModel(BaseModel):
     prefer: Preference = _key("prefer")
     strict: Boolean = _key("strict")
     op_backends: OpBackends = _key("op_backends")
+    parameters: Parameters = _key("parameters")
     allow_vendors: VendorRestriction = _key("allow_vendors")
     deny_vendors: VendorSet = _key("deny_vendors")
     use_flaggems: Boolean = _key("use_flaggems")

@@ -1,16 +1,19 @@
-"""Checks names that only the registered backends can know: operators, vendors, implementations."""
+"""Checks what only the registered backends can know: operators, vendors, implementations and their parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from vllm_fl.dispatch.parameters import problem_with
 from vllm_fl.errors import did_you_mean
 
 from .layer import OriginPath
 from .problems import DEFAULT_ORIGIN, Origin, Problem
 
 if TYPE_CHECKING:
+    from vllm_fl.dispatch.types import OpImpl
+
     from .settings import Settings
 
 _LISTED = 40  #: more known names than this are counted, not listed
@@ -25,8 +28,9 @@ def unknown_names(
     impl_ids: Collection[str] | None = None,
     flagos_operators: Collection[str] | None = None,
     oot_layers: Collection[str] | None = None,
+    implementations: Collection[OpImpl] | None = None,
 ) -> list[Problem]:
-    """The names in `settings` that are not among the given ones; what is None is not checked."""
+    """The names and parameters in `settings` that are not among the given ones; what is None is not checked."""
     known_by_kind = {
         "operator": operators,
         "vendor": vendors,
@@ -40,9 +44,33 @@ def unknown_names(
         if known is None or name in known:
             continue
         where = str(origins.get(path, DEFAULT_ORIGIN))
-        key = ".".join(path[:-1])
+        key = "parameters" if path[0] == "parameters" else ".".join(path[:-1])
         problems.append(Problem(where, key, f"unknown {kind} {name!r} ({_listing(known)}){did_you_mean(name, known)}"))
+    if implementations is not None:
+        problems += _wrong_parameters(settings, origins, implementations, operators)
     return problems
+
+
+def _wrong_parameters(
+    settings: Settings,
+    origins: Mapping[OriginPath, Origin],
+    implementations: Collection[OpImpl],
+    operators: Collection[str] | None,
+) -> Iterator[Problem]:
+    known = {(impl.op_name, impl.impl_id): impl for impl in implementations}
+    reported = set()
+    for path, text in settings.parameters.items():
+        where = str(origins.get(("parameters", *path), DEFAULT_ORIGIN))
+        impl = known.get((path.operator, path.implementation))
+        if impl is not None:
+            wrong = problem_with(impl, path, text)
+            if wrong is not None:
+                yield Problem(where, f"parameters.{path}", wrong)
+        elif path[:2] not in reported and (operators is None or path.operator in operators):
+            reported.add(path[:2])
+            ids = [impl_id for op_name, impl_id in known if op_name == path.operator]
+            text = f"unknown implementation {path.implementation!r} of {path.operator!r} ({_listing(ids)})"
+            yield Problem(where, "parameters", f"{text}{did_you_mean(path.implementation, ids)}")
 
 
 def _names(settings: Settings) -> Iterator[tuple[OriginPath, str, str]]:
@@ -54,6 +82,9 @@ def _names(settings: Settings) -> Iterator[tuple[OriginPath, str, str]]:
             if name:
                 kind = "vendor" if prefix == "vendor" else "implementation"
                 yield ("op_backends", op_name, token), kind, name
+    for op_name in dict.fromkeys(path.operator for path in settings.parameters):
+        path = next(path for path in settings.parameters if path.operator == op_name)
+        yield ("parameters", *path), "operator", op_name
     sets = (
         ("allow_vendors", "vendor", settings.allow_vendors),
         ("deny_vendors", "vendor", settings.deny_vendors),

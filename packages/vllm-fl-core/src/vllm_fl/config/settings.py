@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from vllm_fl.dispatch.parameters import ParameterPath
 from vllm_fl.errors import did_you_mean
 
 from .keys import KEYS
@@ -17,14 +18,15 @@ from .problems import DEFAULT_ORIGIN, ConfigProblems, Origin
 
 if TYPE_CHECKING:
     from vllm_fl.dispatch.policy import SelectionPolicy
+    from vllm_fl.dispatch.types import OpImpl
 
 
 class SettingRow(NamedTuple):
     """One line of the effective configuration.
 
-    `item` is the operator of ``op_backends`` or the entry of a set, else None. `value` is the tokens of the operator,
-    True for an entry of a set, else the value of the key. A set without entries has one row: None means no
-    restriction, an empty tuple an empty set.
+    `item` is the operator of ``op_backends``, the path of a parameter or the entry of a set, else None. `value` is the
+    tokens of the operator, the text of the parameter's value, True for an entry of a set, else the value of the key. A
+    set without entries has one row: None means no restriction, an empty tuple an empty set.
     """
 
     key: str
@@ -43,6 +45,7 @@ class Settings:
     prefer: Literal["flagos", "vendor", "reference"] = "flagos"
     strict: bool = False
     op_backends: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    parameters: Mapping[ParameterPath, str] = field(default_factory=lambda: MappingProxyType({}))
     allow_vendors: frozenset[str] | None = None
     deny_vendors: frozenset[str] = frozenset()
     use_flaggems: bool = True
@@ -67,8 +70,8 @@ class Settings:
         default_factory=lambda: MappingProxyType({}), repr=False, compare=False
     )
 
-    def origin(self, key: str, item: str | None = None) -> Origin:
-        """Where the value of `key` comes from, or that of one of its items (an operator, an entry of a set).
+    def origin(self, key: str, item: str | ParameterPath | None = None) -> Origin:
+        """Where the value of `key` comes from, or that of an item (an operator, a parameter, an entry of a set).
 
         Raises:
             KeyError: there is no such key, or it has no such item.
@@ -80,8 +83,9 @@ class Settings:
         value = getattr(self, key)
         held = value if isinstance(value, (Mapping, frozenset, tuple)) else ()
         if item not in held:
-            raise KeyError(f"{key} has no item {item!r}{did_you_mean(item, held)}")
-        return self.origins.get((key, item), DEFAULT_ORIGIN)
+            raise KeyError(f"{key} has no item {str(item)!r}{did_you_mean(str(item), map(str, held))}")
+        path = (key, item) if isinstance(item, str) else (key, *item)
+        return self.origins.get(path, DEFAULT_ORIGIN)
 
     def policy(self) -> SelectionPolicy:
         """The policy that these settings ask for. No kind flagos if ``USE_FLAGGEMS`` or all of us is off."""
@@ -96,6 +100,7 @@ class Settings:
             flagos_enabled=self.use_flaggems and self.prefer_enabled,
             flagos_whitelist=self.flagos_whitelist,
             flagos_blacklist=self.flagos_blacklist,
+            parameters=tuple(sorted(self.parameters.items())),
         )
 
     def describe(self) -> list[SettingRow]:
@@ -104,7 +109,7 @@ class Settings:
         for key in KEYS:
             value = getattr(self, key)
             if isinstance(value, Mapping) and value:
-                rows.extend(SettingRow(key, item, value[item], self.origin(key, item)) for item in value)
+                rows.extend(SettingRow(key, str(item), value[item], self.origin(key, item)) for item in value)
             elif isinstance(value, (frozenset, tuple)) and value:
                 ordered = sorted(value) if isinstance(value, frozenset) else value
                 rows.extend(SettingRow(key, item, True, self.origin(key, item)) for item in ordered)
@@ -121,6 +126,7 @@ class Settings:
         *,
         flagos_operators: Collection[str] | None = None,
         oot_layers: Collection[str] | None = None,
+        implementations: Collection[OpImpl] | None = None,
     ) -> None:
         """Check every name that only the registered backends can know; call it when all of them have registered.
 
@@ -131,6 +137,7 @@ class Settings:
             flagos_operators: operators that flagos offers, those of FlagGems included; None leaves the flagos lists
                 unchecked.
             oot_layers: names of the layers that can be replaced; None leaves the oot lists unchecked.
+            implementations: the registered ones; None leaves the parameters unchecked.
 
         Raises:
             ConfigError: at least one name is unknown; the message lists all of them with their places.
@@ -143,6 +150,7 @@ class Settings:
             impl_ids=impl_ids,
             flagos_operators=flagos_operators,
             oot_layers=oot_layers,
+            implementations=implementations,
         )
         if found:
             raise ConfigProblems(found)

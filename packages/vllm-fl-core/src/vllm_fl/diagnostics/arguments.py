@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from vllm_fl.catalog import Case, InputMaker, OpSpec
-from vllm_fl.dispatch.links import first_tensor
 from vllm_fl.errors import FLError, did_you_mean
 
 _SHAPE = re.compile(r"(?:(\w+)=)?(\d+(?:x\d+)*)")
@@ -116,7 +115,7 @@ def _device(device: str) -> AbstractContextManager[Any]:
 
 
 def _template(spec: OpSpec, shapes: Mapping[str | None, Shape], maker: InputMaker) -> Case:
-    position = first_tensor(spec)
+    position = spec.first_tensor
     unknown = [name for name in shapes if name is not None and name not in spec.signature.parameters]
     if unknown:
         parameters = list(spec.signature.parameters)
@@ -138,7 +137,7 @@ def _template(spec: OpSpec, shapes: Mapping[str | None, Shape], maker: InputMake
 
 
 def _sizes(spec: OpSpec, arguments: Mapping[str, Any], shapes: Mapping[str | None, Shape]) -> dict[int, int]:
-    position = first_tensor(spec)
+    position = spec.first_tensor
     wanted = shapes.get(None)
     if position is None or wanted is None:
         return {}

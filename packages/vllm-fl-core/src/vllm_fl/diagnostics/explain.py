@@ -8,8 +8,27 @@ from typing import Any
 
 from vllm_fl.dispatch import OpManager, Selection, get_default_manager
 from vllm_fl.dispatch.links import Link
+from vllm_fl.dispatch.parameters import Setting, text_of
 
 from .arguments import ArgumentError, describe_arguments, make_case, parse_dtype, parse_shapes
+
+
+@dataclass(frozen=True)
+class ParameterView:
+    """The value of a parameter of an implementation.
+
+    Args:
+        name: of the parameter, ``NAME.BUCKET`` where the implementation has buckets.
+        value, default: as they are written in a configuration.
+        allowed: every value that it may have.
+        origin: where it was set; empty for the default.
+    """
+
+    name: str
+    value: str
+    default: str
+    allowed: tuple[str, ...]
+    origin: str
 
 
 @dataclass(frozen=True)
@@ -25,6 +44,7 @@ class CandidateView:
         reason: why, in words.
         origin: the configuration item that decided, with file, line and column or variable; empty if none did.
         owner: who registered it.
+        parameters: the values of its parameters.
     """
 
     implementation: str
@@ -35,6 +55,7 @@ class CandidateView:
     reason: str
     origin: str
     owner: str
+    parameters: tuple[ParameterView, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,6 +153,7 @@ def _explanation(
                 reason=candidate.reason if refusal is None else f"refuses these arguments: {refusal}",
                 origin=candidate.origin,
                 owner=manager.registry.owner(selection.op_name, impl.impl_id),
+                parameters=tuple(map(_parameter_view, candidate.settings)),
             )
         )
     views.sort(key=lambda view: not view.accepted)
@@ -143,3 +165,9 @@ def _explanation(
         candidates=tuple(views),
         arguments=arguments or {},
     )
+
+
+def _parameter_view(setting: Setting) -> ParameterView:
+    parameter = setting.parameter
+    allowed = tuple(parameter.by_text)
+    return ParameterView(setting.name, text_of(setting.value), text_of(parameter.default), allowed, setting.origin)

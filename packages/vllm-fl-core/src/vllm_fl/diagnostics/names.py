@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
-from vllm_fl.dispatch import OpRegistry
+from vllm_fl.dispatch import OpImpl, OpRegistry
 from vllm_fl.dispatch.discovery import discover_backends, discover_from_entry_points, discover_from_env_modules
 from vllm_fl.errors import ConfigError
 from vllm_fl.plugins import installed_backends
@@ -13,13 +13,17 @@ from vllm_fl.plugins import installed_backends
 
 @dataclass(frozen=True)
 class KnownNames:
-    """Names of operators, vendors, implementations, operators of kind flagos, and layers; None: not known here."""
+    """Names of operators, vendors, implementations, operators of kind flagos, and layers; None: not known here.
+
+    Of the implementations also themselves, for what they declare.
+    """
 
     operators: frozenset[str]
     vendors: frozenset[str]
     impl_ids: frozenset[str]
     flagos_operators: frozenset[str] | None = None
     oot_layers: frozenset[str] | None = None
+    implementations: tuple[OpImpl, ...] | None = None
 
 
 def known_names() -> KnownNames:
@@ -41,4 +45,5 @@ def known_names() -> KnownNames:
         impl_ids=frozenset(impl.impl_id for impl in impls),
         flagos_operators=flagos_operators(),
         oot_layers=frozenset(layer.name for layer in LAYERS),
+        implementations=tuple(impls),
     )

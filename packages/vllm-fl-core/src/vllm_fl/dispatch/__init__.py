@@ -35,6 +35,7 @@ from .freezing import (
     thaw_dispatch,
 )
 from .manager import OpManager
+from .parameters import Bucket, Parameter, ParameterPath, Setting
 from .policy import (
     PREFER_DEFAULT,
     PREFER_REFERENCE,
@@ -77,7 +78,9 @@ __all__ = [
     "Backend",
     "BackendImplKind",
     "BackendPriority",
+    "Bucket",
     "OpImpl",
+    "Parameter",
     "VLLMFLBackendBase",
     "op_options",
     "register_backend",
@@ -85,6 +88,7 @@ __all__ = [
     "PREFER_DEFAULT",
     "PREFER_REFERENCE",
     "PREFER_VENDOR",
+    "ParameterPath",
     "PolicyManager",
     "SelectionPolicy",
     "Token",
@@ -103,6 +107,7 @@ __all__ = [
     "Candidate",
     "Environment",
     "Selection",
+    "Setting",
     "select",
     # Failures
     "FailureRecord",

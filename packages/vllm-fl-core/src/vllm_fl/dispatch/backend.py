@@ -55,12 +55,12 @@ def op_options(**options: Any) -> Callable[[_F], _F]:
     """Decorator for a backend's method: fields of its :class:`OpImpl`.
 
     Args:
-        options: any of supported_dtypes, min_arch, supports, opaque, priority, impl_id.
+        options: any of supported_dtypes, min_arch, supports, opaque, priority, impl_id, parameters, buckets.
 
     Raises:
         TypeError: another name.
     """
-    allowed = ("supported_dtypes", "min_arch", "supports", "opaque", "priority", "impl_id")
+    allowed = ("supported_dtypes", "min_arch", "supports", "opaque", "priority", "impl_id", "parameters", "buckets")
     wrong = sorted(set(options) - set(allowed))
     if wrong:
         raise TypeError(f"op_options takes {', '.join(allowed)}, not {', '.join(wrong)}")

@@ -44,7 +44,7 @@ def make_call(plan: OpPlan) -> Call:
     if spec is None or any(p.kind not in _SIMPLE for p in spec.signature.parameters.values()):
         return _generic(plan)
     call: Call = _factory(_source(spec, first, plan.remembering or first.impl.supports is not None))(
-        fn=first.fn,
+        fn=first.fn if first.configuration is None else first.impl.fn,
         plan=plan,
         dtypes=first.dtype_objects,
         compiling=fast_is_compiling(),
@@ -111,7 +111,7 @@ def _source(spec: OpSpec, first: Link, remembering: bool) -> str:
             "    _link = None",
             "if _link is None:",
             f"    return _attempt({names.args}, {names.kwargs})",
-            *_guarded(f"_link.call({names.forward})", f"{names.args}, {names.kwargs}, _link"),
+            *_guarded([f"return _link.call({names.forward})"], f"{names.args}, {names.kwargs}, _link"),
         ]
     else:
         if first.impl.opaque:
@@ -126,7 +126,10 @@ def _source(spec: OpSpec, first: Link, remembering: bool) -> str:
                 *(f"    {line}" for line in if_compiling),
                 f"    return _attempt({names.args}, {names.kwargs})",
             ]
-        body += _guarded(f"_fn({names.taken})", f"{names.args}, {names.kwargs}")
+        calls = [f"return _fn({names.taken})"]
+        if first.configuration is not None:
+            calls = list(first.configuration.calls("_fn", names.taken))
+        body += _guarded(calls, f"{names.args}, {names.kwargs}")
     lines = [
         "def make(*, fn, plan, dtypes, compiling, defaults, again):",
         "    _fn, _dtypes, _compiling, _again, _key = fn, dtypes, compiling, again, plan.key",
@@ -139,10 +142,10 @@ def _source(spec: OpSpec, first: Link, remembering: bool) -> str:
     return "\n".join(lines)
 
 
-def _guarded(call: str, recovery: str) -> list[str]:
+def _guarded(calls: list[str], recovery: str) -> list[str]:
     return [
         "try:",
-        f"    return {call}",
+        *(f"    {line}" for line in calls),
         "except Exception as _error:",
         f"    _answer = _recover(_error, {recovery})",
         "    if _answer is _again:",

@@ -35,6 +35,7 @@ def register_everything(manager: OpManager) -> None:
         vendors={vendor for vendor in vendors if vendor},
         impl_ids={impl.impl_id for impl in impls},
         flagos_operators=_flagos_operators(settings),
+        implementations=impls,
     )
     if settings.oplist_path is not None:
         manager.observers.write_oplist(settings.oplist_path, str(settings.origin("oplist_path")))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from vllm_fl.catalog import OpSpec
 
 from .failures import describe
+from .parameters import Configuration
 from .types import OpImpl, dtype_name
 
 Call = Callable[..., Any]
@@ -35,9 +36,18 @@ class Link:
 
     ``call`` takes the operator's arguments, all of them, as the plan passes them; ``fn`` those that the implementation
     takes.
+
+    Args:
+        impl: the implementation.
+        index: its place in the plan.
+        spec: the operator's specification, if it has one.
+        hooks: to be run after each call.
+        function: what to call in place of the implementation's function, with its parameters if there are any.
+        configuration: the parameters that the plan's function is to pass by itself; `function` is then the
+            implementation's own with nothing around it.
     """
 
-    __slots__ = ("call", "dtypes", "fn", "impl", "index", "left_out", "tensor_index")
+    __slots__ = ("call", "configuration", "dtypes", "fn", "impl", "index", "left_out", "tensor_index")
 
     def __init__(
         self,
@@ -46,14 +56,16 @@ class Link:
         spec: OpSpec | None,
         hooks: tuple[Hook, ...] = (),
         function: Call | None = None,
+        configuration: Configuration | None = None,
     ) -> None:
         self.impl = impl
         self.index = index
+        self.configuration = configuration
         function = function or impl.fn
         self.fn: Call = _observed(function, hooks) if hooks else function
         self.left_out = _left_out(spec, impl.fn) if spec is not None else ()
         self.call: Call = _without(self.fn, self.left_out) if self.left_out else self.fn
-        self.tensor_index = first_tensor(spec) if spec is not None else None
+        self.tensor_index = spec.first_tensor if spec is not None else None
         self.dtypes = _dtypes(impl)
 
     @property
@@ -113,14 +125,6 @@ class Link:
             if hasattr(value, "dtype"):
                 return value.dtype
         return None
-
-
-def first_tensor(spec: OpSpec) -> int | None:
-    """Position of the first parameter that is a tensor and not optional."""
-    for index, parameter in enumerate(spec.signature.parameters.values()):
-        if str(parameter.annotation).rpartition(".")[2] == "Tensor" and parameter.kind is not parameter.KEYWORD_ONLY:
-            return index
-    return None
 
 
 def _left_out(spec: OpSpec, fn: Call) -> tuple[LeftOut, ...]:

@@ -24,7 +24,7 @@ from .initialization import register_everything
 from .links import Call
 from .observers import Observers, Watcher
 from .plan import OpPlan
-from .planner import Planner
+from .planner import Planner, configured_call
 from .policy import PolicyManager, SelectionPolicy
 from .registry import OpRegistry
 from .selection import Selection
@@ -102,8 +102,9 @@ class OpManager:
         return self._plan(op_name).call
 
     def resolve(self, op_name: str) -> Call:
-        """The chosen implementation's own function. Raises as :meth:`call`."""
-        return self._plan(op_name).links[0].impl.fn
+        """The chosen implementation's own function, with its parameters. Raises as :meth:`call`."""
+        plan = self._plan(op_name)
+        return configured_call(plan.selection.accepted[0], plan.spec)[0]
 
     def resolve_candidates(self, op_name: str) -> list[OpImpl]:
         """The accepted implementations, in the order in which they are tried. Raises as :meth:`call`."""
@@ -134,10 +135,11 @@ class OpManager:
         return {op_name: self.selection(op_name) for op_name in self.registry.known_operators()}
 
     def fingerprint(self) -> str:
-        """A hash that is equal only if every operator has the same accepted implementations in the same order."""
+        """A hash that is equal only if every operator has the same accepted implementations in the same order, with the
+        same parameters."""
         lines = []
         for op_name, selection in self.selections().items():
-            impls = [f"{c.impl.impl_id}{'!' if c.impl.opaque else ''}" for c in selection.accepted]
+            impls = [f"{c.variant}{'!' if c.impl.opaque else ''}" for c in selection.accepted]
             lines.append(f"{op_name}={','.join(impls)}")
         lines.append(f"strict={self._policies.get_policy().strict}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]

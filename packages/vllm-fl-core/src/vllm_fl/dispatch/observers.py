@@ -58,9 +58,8 @@ class Observers:
     def unwatch(self, watcher: Watcher) -> None:
         self._watchers = tuple(present for present in self._watchers if present is not watcher)
 
-    def function(self, impl: OpImpl) -> Call:
-        """The implementation's function, inside whatever watches it."""
-        call: Call = impl.fn
+    def function(self, impl: OpImpl, call: Call) -> Call:
+        """`call`, the implementation's function, inside whatever watches it."""
         for watcher in self._watchers:
             call = watcher.around(impl, call)
         return call

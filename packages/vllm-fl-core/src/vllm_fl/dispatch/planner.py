@@ -11,10 +11,11 @@ from vllm_fl.errors import NoImplementationError, UnknownOperatorError, did_you_
 from .environment import probe_environment
 from .links import Call, Link
 from .observers import Observers
+from .parameters import Configuration, configuration_of
 from .plan import OpPlan, PlanHost
 from .policy import SelectionPolicy
 from .registry import OpRegistry
-from .selection import Environment, Selection, select
+from .selection import Candidate, Environment, Selection, select
 
 
 class Planner:
@@ -63,12 +64,24 @@ class Planner:
         if selection.chosen is None:
             raise NoImplementationError(_nothing_accepted(selection))
         spec = self._registry.spec(op_name)
-        links = tuple(
-            Link(c.impl, index, spec, self._observers.hooks(op_name, c.impl.impl_id), self._observers.function(c.impl))
-            for index, c in enumerate(selection.accepted)
-        )
+        links = tuple(self._link(candidate, index, spec) for index, candidate in enumerate(selection.accepted))
         opaque = opaque_call(spec) if spec is not None and any(link.impl.opaque for link in links) else None
         return OpPlan(host, selection, spec, links, strict=policy.strict, demoted=demoted, opaque=opaque)
+
+    def _link(self, candidate: Candidate, index: int, spec: OpSpec | None) -> Link:
+        impl = candidate.impl
+        configured, configuration = configured_call(candidate, spec)
+        hooks = self._observers.hooks(impl.op_name, impl.impl_id)
+        function = self._observers.function(impl, configured)
+        is_bare = function is configured and not hooks
+        return Link(impl, index, spec, hooks, function, configuration if is_bare else None)
+
+
+def configured_call(candidate: Candidate, spec: OpSpec | None) -> tuple[Call, Configuration | None]:
+    """The candidate's function with its parameters, and these; None where all have their defaults."""
+    configuration = configuration_of(candidate.impl, candidate.settings, spec)
+    fn = candidate.impl.fn
+    return fn if configuration is None else configuration.bind(fn), configuration
 
 
 def _nothing_accepted(selection: Selection) -> str:

@@ -15,6 +15,7 @@ from weakref import WeakSet
 from vllm_fl.errors import ConfigError, did_you_mean
 
 from . import forks
+from .parameters import ParameterPath
 from .types import parse_token
 
 PREFER_DEFAULT = "flagos"
@@ -42,8 +43,9 @@ class SelectionPolicy:
         flagos_enabled: False: no implementation of kind flagos.
         flagos_whitelist: the only operators that use flagos; None means all.
         flagos_blacklist: operators that do not use flagos.
-        origins: where each item was set, for messages: field name, or ``op_backends.OPERATOR``, to a place; the key ""
-            stands for all others. It takes no part in comparison.
+        parameters: ((path, value as text), ...): what parameters of implementations are set to.
+        origins: where each item was set, for messages: field name, ``op_backends.OPERATOR`` or ``parameters.PATH``, to
+            a place; the key "" stands for all others. It takes no part in comparison.
 
     Raises:
         ConfigError: `prefer` or a token is not one, or an operator has two orders.
@@ -57,6 +59,7 @@ class SelectionPolicy:
     flagos_enabled: bool = True
     flagos_whitelist: frozenset[str] | None = None
     flagos_blacklist: frozenset[str] = frozenset()
+    parameters: tuple[tuple[ParameterPath, str], ...] = ()
     origins: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -101,6 +104,10 @@ class SelectionPolicy:
         """The operator's own tokens, or None if it has none."""
         return next((list(tokens) for name, tokens in self.per_op_order if name == op_name), None)
 
+    def get_parameters(self, op_name: str, impl_id: str) -> dict[ParameterPath, str]:
+        """What is set of one implementation's parameters."""
+        return {path: text for path, text in self.parameters if path[:2] == (op_name, impl_id)}
+
     def get_default_order(self) -> list[str]:
         """The tokens for operators without an order of their own."""
         return list(_ORDERS[self.prefer])
@@ -132,6 +139,7 @@ class SelectionPolicy:
                 f"deny={names(self.deny_vendors)}",
                 f"allow={names(self.allow_vendors)}",
                 f"flagos={int(self.flagos_enabled)}:{names(self.flagos_whitelist)}:{names(self.flagos_blacklist)}",
+                f"parameters={';'.join(f'{path}={text}' for path, text in sorted(self.parameters))}",
             )
         )
 
@@ -297,6 +305,7 @@ def _configured_policy() -> SelectionPolicy:
     origins = {name: str(settings.origin(name)) for name in fields}
     origins["flagos_enabled"] = str(settings.origin(switch))
     origins.update({f"op_backends.{op}": str(settings.origin("op_backends", op)) for op in settings.op_backends})
+    origins.update({f"parameters.{path}": str(settings.origin("parameters", path)) for path in settings.parameters})
     return replace(settings.policy(), origins=MappingProxyType(origins))
 
 

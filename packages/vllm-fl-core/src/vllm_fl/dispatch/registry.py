@@ -15,6 +15,7 @@ from vllm_fl.errors import FrozenError, RegistrationError, did_you_mean
 from vllm_fl.logging import get_logger
 
 from . import forks
+from .parameters import check_function
 from .types import OpImpl
 
 
@@ -207,9 +208,7 @@ class OpRegistry:
                 f"{impl.op_name}: implementation {impl.impl_id!r} is registered already{by};"
                 " give the second one another impl_id"
             )
-        spec = self.spec(impl.op_name)
-        if spec is not None:
-            _check_signature(spec, impl)
+        _check_signature(self.spec(impl.op_name), impl)
         impls = {**state.impls, impl.op_name: (*present, impl)}
         owners = {**state.owners, (impl.op_name, impl.impl_id): self._source}
         self._draft = replace(state, impls=MappingProxyType(impls), owners=MappingProxyType(owners))
@@ -236,14 +235,14 @@ class OpRegistry:
         self._state = replace(state, generation=self._state.generation + 1)
 
 
-def _check_signature(spec: OpSpec, impl: OpImpl) -> None:
+def _check_signature(spec: OpSpec | None, impl: OpImpl) -> None:
     try:
-        difference = spec.mismatch(impl.fn)
+        difference = (spec.mismatch(impl.fn) if spec is not None else None) or check_function(impl, spec)
     except (TypeError, ValueError) as error:
         difference = f"it has no signature that can be read ({error}); wrap it in a function"
     if difference is not None:
-        raise RegistrationError(f"{spec}: implementation {impl.impl_id!r} does not fit: {difference}")
-    if impl.opaque:
+        raise RegistrationError(f"{spec or impl.op_name}: implementation {impl.impl_id!r} does not fit: {difference}")
+    if impl.opaque and spec is not None:
         from .torch_ops import schema_of
 
         schema_of(spec)

@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm_fl.catalog import OpSpec
 
+from .parameters import Setting, settings_of, text_of, variant
 from .policy import SelectionPolicy
 from .types import AVAILABLE, Availability, BackendImplKind, OpImpl, dtype_name, parse_token
 
@@ -43,6 +44,7 @@ class Candidate:
         reason: why, in words.
         token: the token of the order that matched it, if any.
         origin: where the setting that decided was made; empty where no setting did.
+        settings: the values of the implementation's parameters.
     """
 
     impl: OpImpl
@@ -50,6 +52,17 @@ class Candidate:
     reason: str
     token: str | None = None
     origin: str = ""
+    settings: tuple[Setting, ...] = ()
+
+    @property
+    def changed(self) -> tuple[Setting, ...]:
+        """The settings that are not defaults."""
+        return tuple(setting for setting in self.settings if not setting.is_default)
+
+    @property
+    def variant(self) -> str:
+        """The implementation's id, and in brackets the settings that are not defaults."""
+        return variant(self.impl.impl_id, {setting.name: text_of(setting.value) for setting in self.changed})
 
 
 @dataclass(frozen=True)
@@ -81,6 +94,7 @@ class Selection:
         for c in self.candidates:
             origin = f" ({c.origin})" if c.origin else ""
             lines.append(f"  {'+' if c.accepted else '-'} {c.impl.impl_id:<{width}}  {c.reason}{origin}")
+            lines += [f"  {'':{width + 2}}  with {setting} ({setting.origin})" for setting in c.changed]
         return "\n".join(lines)
 
 
@@ -104,6 +118,9 @@ def select(
         demoted: impl_id to the reason why it is out until the next policy change.
         dtype: dtype of the first tensor argument, if the question is about calls with that dtype alone.
         op_name: the operator's name where `spec` is None.
+
+    Raises:
+        ConfigError: `policy` sets a parameter to what the implementation does not have.
     """
     impls = tuple(impls)
     op_name = spec.name if spec is not None else op_name or (impls[0].op_name if impls else "")
@@ -117,12 +134,13 @@ def select(
             accepted.append((impl, place))
         else:
             reason, origin = refusal
-            rejected.append(Candidate(impl, False, f"rejected: {reason}", token, origin))
+            settings = settings_of(impl, policy)
+            rejected.append(Candidate(impl, False, f"rejected: {reason}", token, origin, settings))
     accepted.sort(key=lambda pair: (pair[0].priority, pair[0].impl_id), reverse=True)
     accepted.sort(key=lambda pair: pair[1])
     return Selection(
         op_name,
-        (*_ranked(accepted, order), *rejected),
+        (*_ranked(accepted, order, policy), *rejected),
         policy.fingerprint(),
         str(spec) if spec is not None else op_name,
     )
@@ -195,7 +213,7 @@ def accepts_dtype(impl: OpImpl, dtype: Any) -> bool:
     return impl.supported_dtypes is None or dtype_name(dtype) in {dtype_name(d) for d in impl.supported_dtypes}
 
 
-def _ranked(accepted: list[tuple[OpImpl, int]], order: _Order) -> Iterator[Candidate]:
+def _ranked(accepted: list[tuple[OpImpl, int]], order: _Order, policy: SelectionPolicy) -> Iterator[Candidate]:
     before: OpImpl | None = None
     before_place = -1
     for impl, place in accepted:
@@ -209,5 +227,5 @@ def _ranked(accepted: list[tuple[OpImpl, int]], order: _Order) -> Iterator[Candi
         else:
             reason = f"next: equal priority {impl.priority}, and its impl_id sorts lower"
         origin = order.origin if before is None or place != before_place else ""
-        yield Candidate(impl, True, reason, token, origin)
+        yield Candidate(impl, True, reason, token, origin, settings_of(impl, policy))
         before, before_place = impl, place

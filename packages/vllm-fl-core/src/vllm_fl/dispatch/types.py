@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from vllm_fl.errors import ConfigError, did_you_mean, nearest
 
+from .parameters import Bucket, Parameter, check_declaration
+
 
 class BackendImplKind(str, Enum):
     """Who provides an implementation."""
@@ -64,9 +66,13 @@ class OpImpl:
             answer is remembered for those conditions: dtypes, devices, shapes and strides of the tensors, values
             of the other arguments. It must depend on nothing else and write nothing.
         opaque: torch.compile must not trace ``fn``; it is put behind a ``torch.library`` operator.
+        parameters: tunable keyword arguments of ``fn`` beyond the operator's, with their allowed values.
+        buckets: ranges of the number of tokens (the first dimension of the first tensor argument) in which the
+            parameters may have different values; for opaque implementations only.
 
     Raises:
-        ValueError: a vendor implementation without a vendor, or an empty name.
+        ValueError: a vendor implementation without a vendor, an empty name, or parameters or buckets that contradict
+            themselves.
     """
 
     op_name: str
@@ -79,6 +85,8 @@ class OpImpl:
     min_arch: int | None = None
     supports: Callable[..., bool | str] | None = None
     opaque: bool = False
+    parameters: tuple[Parameter, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.op_name or not self.impl_id:
@@ -87,6 +95,12 @@ class OpImpl:
             raise ValueError(f"{self.op_name}: implementation {self.impl_id!r} is of kind vendor but names no vendor")
         if self.supported_dtypes is not None:
             object.__setattr__(self, "supported_dtypes", frozenset(self.supported_dtypes))
+        object.__setattr__(self, "parameters", tuple(self.parameters))
+        object.__setattr__(self, "buckets", tuple(self.buckets))
+        try:
+            check_declaration(self.parameters, self.buckets, self.opaque)
+        except ValueError as error:
+            raise ValueError(f"{self.op_name}: implementation {self.impl_id!r}: {error}") from None
 
     def availability(self) -> Availability:
         """Ask :attr:`probe`; an exception means no, with the exception as the reason."""
