@@ -17,8 +17,11 @@ below the table.
 A column with a device was run there, on vLLM with its compiled kernels and the platform of that device
 (`scripts/matrix.py --here FILE`, and `--collect FILE` on the machine that has the repository).
 
-DeepSeek's latent attention runs as plain heads (`VLLM_MLA_DISABLE=1`). `bert` is what the BGE embedding models are,
-`phi3` what Phi-4 and Phi-4-mini are. Qwen3.5 and Gemma 3 are the text part.
+`-mla`: DeepSeek's attention to latents, vLLM's default; the other cells of these models compute it as plain heads
+(`VLLM_MLA_DISABLE=1`), which is how vLLM has MiniCPM3 too. `bert` is what the BGE embedding models are, `phi3` what
+Phi-4 and Phi-4-mini are (`Phi3ForCausalLM` in their configurations). transformers has no MiniCPM4: vLLM's class for it
+runs `minicpm4` on a checkpoint of Granite, which computes the same from other names for the scales. Qwen3.5 and Gemma 3
+are the text part.
 """
 TAIL = """\
 ## Run it

@@ -99,7 +99,10 @@ def gpt_oss() -> Any:
 
 
 def deepseek_v3() -> Any:
-    """A dense layer and one of eight experts in four groups, chosen by sigmoids with a bias; a shared expert."""
+    """A dense layer and one of eight experts in four groups, chosen by sigmoids with a bias; a shared expert.
+
+    Queries come from latents, too.
+    """
     return transformers.DeepseekV3Config(
         **{**_COMMON, **_LATENT_ATTENTION},
         num_hidden_layers=2,
@@ -111,7 +114,7 @@ def deepseek_v3() -> Any:
         topk_group=2,
         n_shared_experts=1,
         routed_scaling_factor=1.5,
-        q_lora_rank=None,
+        q_lora_rank=48,
         # transformers knows no other way of routing; vLLM has to be told.
         topk_method="noaux_tc",
         scoring_func="sigmoid",
@@ -162,6 +165,34 @@ def minicpm3() -> Any:
         **{**_COMMON, **_LATENT_ATTENTION, "v_head_dim": 16},
         num_hidden_layers=2,
         q_lora_rank=48,
+        scale_emb=2,
+        scale_depth=1.4,
+        dim_model_base=32,
+    )
+
+
+def minicpm4() -> Any:
+    """Two layers of Llama with embeddings, residuals and logits scaled, and scaled rotations.
+
+    transformers has no MiniCPM4. Its Granite computes the same, from other names for the scales, and stands for it.
+    """
+    factors = [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0]
+    rotation = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": factors,
+        "long_factor": factors,
+        "original_max_position_embeddings": _COMMON["max_position_embeddings"],
+    }
+    return transformers.GraniteConfig(
+        **_COMMON,
+        num_hidden_layers=2,
+        rope_parameters=rotation,
+        embedding_multiplier=2.0,
+        residual_multiplier=1.4 / 2**0.5,
+        logits_scaling=2.0,
+        attention_multiplier=0.25,
+        # The same for vLLM.
         scale_emb=2,
         scale_depth=1.4,
         dim_model_base=32,
@@ -295,6 +326,7 @@ CONFIGURATIONS: dict[str, Callable[[], Any]] = {
     "qwen3_5_moe": qwen3_5_moe,
     "minimax_m2": minimax_m2,
     "minicpm3": minicpm3,
+    "minicpm4": minicpm4,
     "hunyuan_dense": hunyuan_dense,
     "hunyuan_moe": hunyuan_moe,
     "glm4": glm4,
@@ -308,6 +340,9 @@ CONFIGURATIONS: dict[str, Callable[[], Any]] = {
 }
 
 ENCODERS: dict[str, Callable[[], Any]] = {"bert": bert, "modernbert": modernbert}
+
+#: Classes of vLLM for checkpoints of another class of transformers.
+SERVED_AS = {"minicpm4": "MiniCPMForCausalLM"}
 
 
 def make(name: str, path: Path, seed: int = 0, **changes: Any) -> Any:
@@ -338,6 +373,9 @@ def make(name: str, path: Path, seed: int = 0, **changes: Any) -> Any:
             # A token's own embedding must not outweigh what the layers add, or it repeats for ever.
             model.get_input_embeddings().weight.mul_(0.25)
     model.save_pretrained(path)
+    if name in SERVED_AS:
+        model.config.architectures = [SERVED_AS[name]]
+        model.config.save_pretrained(path)
     return model.eval()
 
 
