@@ -50,6 +50,45 @@ def register(registry):
 """
 
 
+#: For an engine with torch.compile: the slow silu_and_mul is traced into the code, the slow rms_norm is opaque.
+PLANTED_COMPILED = """
+import time, torch
+from vllm_fl.dispatch import BackendImplKind, OpImpl
+
+def slow_silu_and_mul(x):
+    gate, up = x.chunk(2, dim=-1)
+    waste = x.new_zeros(400, 400) + x[0, 0] * 0.0
+    for _ in range(4):
+        waste = waste @ waste
+    return torch.nn.functional.silu(gate) * up + waste[0, 0]
+
+def slow_rms_norm(x, residual, weight, epsilon):
+    time.sleep(0.002)
+    total = x if residual is None else x + residual
+    y = torch.nn.functional.rms_norm(total, (x.shape[-1],), weight, epsilon)
+    return y if residual is None else (y, total)
+
+def register(registry):
+    for op, fn, opaque in (("silu_and_mul", slow_silu_and_mul, False), ("rms_norm", slow_rms_norm, True)):
+        registry.register_impl(
+            OpImpl(op, "vendor.slow", BackendImplKind.VENDOR, fn, vendor="slow", opaque=opaque)
+        )
+"""
+
+
+def tune_compiled(model: str, folder: str) -> dict[str, Any]:
+    """Tune an engine with torch.compile; the printed document and the exit code."""
+    from vllm_fl.cli import main
+
+    os.chdir(folder)
+    size = ["--input-len", "16", "--output-len", "8", "--requests", "2"]
+    extra = ["--dtype", "float32", "--max-model-len", "128", "--max-num-batched-tokens", "128"]
+    printed = Path("printed.json")
+    with printed.open("w") as out, contextlib.redirect_stdout(out):
+        code = main(["tune", model, *size, *extra, "--budget", "10m", "--sampler", "greedy", "--json"])
+    return {"code": code, "out": printed.read_text()}
+
+
 def tune_and_use(model: str, folder: str) -> dict[str, Any]:
     """Tune; then the selections by the policy file, and those of an engine that looks the table up."""
     from vllm_fl.cli import main
@@ -83,10 +122,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tune")
 
 
-@pytest.fixture(scope="module")
-def tuned(fresh: Fresh, tiny_llama: TinyModel, folder: Path) -> dict[str, Any]:
-    (folder / "planted.py").write_text(PLANTED)
-    env = {
+def environment_of(folder: Path, planted: str) -> dict[str, str]:
+    (folder / "planted.py").write_text(planted)
+    return {
         "PYTHONPATH": str(folder),
         "VLLM_FL_PLUGIN_MODULES": "planted",
         "VLLM_FL_PREFER": "vendor",
@@ -94,6 +132,11 @@ def tuned(fresh: Fresh, tiny_llama: TinyModel, folder: Path) -> dict[str, Any]:
         "XDG_CACHE_HOME": str(folder / "cache"),
         "OMP_NUM_THREADS": "1",
     }
+
+
+@pytest.fixture(scope="module")
+def tuned(fresh: Fresh, tiny_llama: TinyModel, folder: Path) -> dict[str, Any]:
+    env = environment_of(folder, PLANTED)
     outcome = fresh(tune_and_use, model=str(tiny_llama.path), folder=str(folder), env=env)
     log = folder / "vllm-fl-tune" / "vllm.log"
     assert outcome.value["code"] == 0, outcome.log + outcome.value["out"] + log.read_text()
@@ -133,3 +176,16 @@ def test_the_page_shows_every_trial(tuned: dict[str, Any], folder: Path) -> None
     page = (folder / "vllm-fl-tune" / "tune.html").read_text()
     assert page.count("<circle") == len(tuned["document"]["trials"])
     assert "rms_norm=vendor.wrong" in page
+
+
+def test_an_engine_with_torch_compile_is_traced_anew(fresh: Fresh, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    env = environment_of(tmp_path, PLANTED_COMPILED)
+    outcome = fresh(tune_compiled, model=str(tiny_llama.path), folder=str(tmp_path), env=env)
+    log = tmp_path / "vllm-fl-tune" / "vllm.log"
+    assert outcome.value["code"] == 0, outcome.log + outcome.value["out"] + log.read_text()
+    document = json.loads(outcome.value["out"])
+    assert document["baseline"]["silu_and_mul"] == document["baseline"]["rms_norm"] == "vendor.slow"
+    assert document["changed"].keys() >= {"silu_and_mul", "rms_norm"}
+    assert [trial["reason"] for trial in document["trials"] if trial["reason"]] == []
+    assert document["ratio"]["low"] > 1.0
+    assert document["engine_starts"] == 1

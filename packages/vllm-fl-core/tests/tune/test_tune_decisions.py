@@ -105,7 +105,7 @@ def test_the_gate_lets_rounding_pass(candidate: list[Answer]) -> None:
         ),
         (
             answer((1, {1: -0.1}), (5, {5: -0.5})),
-            "inaccurate: request 0, token 0: 1 instead of 7, whose log-probability is inf above,"
+            "inaccurate: request 0, token 0: 1 instead of 7, whose log-probability is 3.9 above,"
             " more than a tie of 0.5",
         ),
         (

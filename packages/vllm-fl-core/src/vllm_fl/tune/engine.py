@@ -13,9 +13,9 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from vllm_fl.cli.exits import CommandError, Exit
 from vllm_fl.dispatch import SelectionPolicy
 from vllm_fl.engines import Workload
+from vllm_fl.errors import CommandError, Exit
 from vllm_fl.policies import to_plain
 
 from .gate import Answer, Tolerance, judge
@@ -29,7 +29,8 @@ AT_START = ("attention_backend",)
 #: The module of the process that holds the engine.
 HOST = "vllm_fl.tune.host"
 _START_S = 1800.0
-#: A command may take so long, and so many times as long as the longest so far.
+#: A command may take so long, as long as the start (it may compile or capture what a start does), and so many times as
+#: long as the longest so far.
 _LEAST_HANG_S, _HANG_FACTOR = 120.0, 20.0
 _OUT_OF_MEMORY = ("outofmemory", "out of memory", "memoryerror")
 
@@ -47,7 +48,7 @@ class EngineMeasurer:
         hang_s: a command that takes longer is a hang; by default what the engine has shown so far decides.
 
     Raises:
-        CommandError: the engine does not start, or it has graphs, which hold the selection.
+        CommandError: the engine does not start, or it has graphs that cannot be exchanged.
     """
 
     def __init__(
@@ -66,11 +67,12 @@ class EngineMeasurer:
             self._arguments["disable_log_stats"] = False
         self._policy, self._work = policy, workload
         self._objective, self._limits, self._tolerance = objective, limits or Limits(), tolerance or Tolerance()
-        self._hang_s, self._longest_s = hang_s, 0.0
+        self._hang_s, self._longest_s, self._start_s = hang_s, 0.0, 0.0
         self._host: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._expected: list[Answer] | None = None
         self._accepted: dict[str, list[str]] = {}
+        self._used: set[tuple[str, str]] = set()
         self.starts = 0
         self._start()
         self._ask("accepted", to_plain(policy))  # warms the connection up before anything is timed
@@ -117,8 +119,9 @@ class EngineMeasurer:
         if self._expected is None:
             self._expected, self._baseline = answers, dict(mix)
             return
+        self._used |= {(name, chosen) for name, calls in counts.items() for chosen in calls}
         for name, chosen in changes(mix, self._baseline).items():
-            if not counts.get(name, {}).get(chosen):
+            if (name, chosen) not in self._used:
                 raise TrialFailed("not used", f"{chosen} took none of the calls of {name}")
         judge(self._expected, answers, self._tolerance)
 
@@ -151,7 +154,7 @@ class EngineMeasurer:
         if self._connection is None:
             self._start()
         assert self._connection is not None
-        limit = limit_s or self._hang_s or max(_LEAST_HANG_S, _HANG_FACTOR * self._longest_s)
+        limit = limit_s or self._hang_s or max(_LEAST_HANG_S, self._start_s, _HANG_FACTOR * self._longest_s)
         begin = time.monotonic()
         try:
             self._connection.send((command, arguments))
@@ -168,8 +171,11 @@ class EngineMeasurer:
             self.close()
             raise TrialFailed("hang", f"no answer within {limit:.0f} s")
         if reply[0] == "ok":
-            if command != "start":
-                self._longest_s = max(self._longest_s, time.monotonic() - begin)
+            took_s = time.monotonic() - begin
+            if command == "start":
+                self._start_s = max(self._start_s, took_s)
+            else:
+                self._longest_s = max(self._longest_s, took_s)
             return reply[1]
         self.close()
         raise _failure(*reply[1:])

@@ -28,7 +28,8 @@ class Tolerance:
 
     Args:
         mean: mean difference of the log-probabilities of the tokens that both have chosen, nats.
-        tie: a token may be another one where the baseline's own log-probabilities of the two are this close, nats.
+        tie: a token may be another one where the baseline's own log-probabilities of the two are this close, nats. One
+            that is not among its likely tokens counts as the least likely of them.
     """
 
     mean: float = 0.1
@@ -57,7 +58,7 @@ def _differences(request: int, ours: Answer, theirs: Answer, tolerance: Toleranc
         if any(math.isnan(value) for value in got.values()):
             raise TrialFailed("nan", f"request {request}, token {position}: a log-probability is not a number")
         if token != other:
-            gap = expected[token] - expected.get(other, -math.inf)
+            gap = expected[token] - expected.get(other, min(expected.values()))
             if gap > tolerance.tie:
                 text = f"request {request}, token {position}: {other} instead of {token}, whose log-probability is"
                 raise TrialFailed("inaccurate", f"{text} {gap:.3g} above, more than a tie of {tolerance.tie:g}")

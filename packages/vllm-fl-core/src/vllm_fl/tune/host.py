@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from vllm_fl.cli.exits import CommandError, Exit
 from vllm_fl.engines import Engine, Workload
+from vllm_fl.errors import CommandError, Exit
 from vllm_fl.policies import environment_of, from_plain
 
 from .gate import Answer
@@ -36,14 +36,26 @@ class Host:
         self._work, self._variant = workload, 1
         with environment_of(self._policy):
             self._engine = Engine(arguments, _EXTENSION)
-        _refuse_graphs(self._engine.config.compilation_config)
         self._with_times = not arguments.get("disable_log_stats", True)
+        if _has_graphs(self._engine.config.compilation_config):
+            self._exchange_graphs()
+
+    def _exchange_graphs(self) -> None:
+        reasons = [reason for reason in self._engine.call("fl_exchange_graphs") if reason]
+        if reasons:
+            remedy = "Pass --enforce-eager: an engine without graphs can always change its implementations."
+            text = f"The graphs of this engine cannot be exchanged: {reasons[0]}."
+            raise CommandError(text, remedy, Exit.USAGE)
+        # Shows which batches the workload has: they alone will have graphs.
+        self._engine.generate(self._prompts(0), self._work.output_tokens)
 
     def profile(self) -> dict[str, float]:
-        """Operator to its share of the time."""
+        """Operator to its share of the time; without compiled code and graphs, which hide whose a kernel is."""
         from vllm_fl.profile.runner import profile_engine
 
+        self._engine.call("fl_without_graphs", True)
         report = profile_engine(self._engine, self._work)
+        self._engine.call("fl_without_graphs", False)
         return {row.operator: report.share(row.operator) for row in report.operators}
 
     def accepted(self, policy: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -63,11 +75,13 @@ class Host:
 
     def answers(self, policy: Mapping[str, Any]) -> tuple[list[Answer], dict[str, dict[str, int]]]:
         """The answers to the same requests each time, and operator to calls of each implementation meanwhile."""
-        self.use(policy)
         self._engine.call("fl_count_calls", True)
+        self.use(policy)  # a call that a graph captures is counted now, and not when it is replayed
         outputs = self._engine.outputs(self._prompts(0), self._work.output_tokens, logprobs=_LIKELY)
         counts = self._engine.call("fl_call_counts")[0]
         self._engine.call("fl_count_calls", False)
+        for operator, implementation in self._engine.call("fl_native_uses")[0].items():
+            counts.setdefault(operator, {})[implementation] = 1
         answers = []
         for output in outputs:
             best = output.outputs[0]
@@ -90,13 +104,10 @@ class Host:
         return self._work.prompts(self._engine.vocabulary, variant)
 
 
-def _refuse_graphs(compilation: Any) -> None:
+def _has_graphs(compilation: Any) -> bool:
     from vllm.config import CompilationMode, CUDAGraphMode
 
-    if compilation.mode == CompilationMode.NONE and compilation.cudagraph_mode == CUDAGraphMode.NONE:
-        return
-    remedy = "Pass --enforce-eager: an engine without graphs can change the implementation of an operator."
-    raise CommandError("The engine has compiled or captured graphs, which hold the selection.", remedy, Exit.USAGE)
+    return compilation.mode != CompilationMode.NONE or compilation.cudagraph_mode != CUDAGraphMode.NONE
 
 
 def request_times(metrics: Any) -> RequestTimes:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_fl.cli.exits import CommandError, Exit
 from vllm_fl.dispatch import SelectionPolicy, get_policy
 from vllm_fl.engines import Workload
+from vllm_fl.errors import CommandError, Exit
 
 from .engine import EngineMeasurer
 from .gate import Tolerance
@@ -70,7 +70,8 @@ def tune_model(
         on_progress: called before each trial.
 
     Raises:
-        CommandError: Optuna or vLLM is missing, the engine does not start or has graphs, or nothing can be chosen.
+        CommandError: Optuna or vLLM is missing, the engine does not start, its graphs cannot be exchanged, or there is
+            no choice.
         ConfigError: the configuration is wrong, or the study is one of something else.
         BaselineFailedError: the baseline itself does not run.
     """

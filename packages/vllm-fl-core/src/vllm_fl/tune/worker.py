@@ -2,9 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
 from vllm_fl.compare.worker import CompareWorker
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.integration.graphs import Exchange, obstacle
+from vllm_fl.integration.layers.native import follow_selection
 from vllm_fl.profile.worker import ProfileWorker
 
 
 class TuneWorker(ProfileWorker, CompareWorker):
     """Is profiled, and selects by one policy after the other."""
+
+    _fl_exchange: Exchange | None = None
+
+    def fl_exchange_graphs(self) -> str:
+        """Let compiled code and graphs follow the policy from now on; why that cannot be, or nothing."""
+        reason = obstacle(self)
+        if not reason:
+            self._fl_exchange = Exchange(self)
+        return reason
+
+    def fl_use_policy(self, policy: Mapping[str, Any]) -> dict[str, str]:
+        """Select by `policy` from now on; operator to the implementation that is chosen."""
+        with _thawed():
+            chosen = super().fl_use_policy(policy)
+        custom_ops = self.vllm_config.compilation_config.custom_ops  # type: ignore[attr-defined]
+        self._fl_native = follow_selection(self.get_model(), custom_ops)  # type: ignore[attr-defined]
+        if self._fl_exchange is not None:
+            self._fl_exchange.follow(self._fl_native)
+        return chosen
+
+    def fl_native_uses(self) -> dict[str, str]:
+        """Operator to implementation, where a layer of vLLM's has taken over: there are no calls to be counted."""
+        return self._fl_native
+
+    def fl_chosen_by(self, policy: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Operator to the implementations that `policy` would accept, in order."""
+        with _thawed():
+            return super().fl_chosen_by(policy)
+
+    def fl_without_graphs(self, off: bool) -> None:
+        """Run the model without compiled code and graphs, or with them again."""
+        if self._fl_exchange is not None:
+            self._fl_exchange.switch_off(off)
+
+
+@contextmanager
+def _thawed() -> Iterator[None]:
+    """Within the block the selection may change, although graphs have it."""
+    manager = get_default_manager()
+    reason = manager.frozen
+    manager.thaw()
+    try:
+        yield
+    finally:
+        if reason is not None:
+            manager.freeze(reason)
