@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from comm_support import Buffer, Doubles, fault, in_process, on_ranks
 
-from vllm_fl_comm import peers
+from vllm_fl import processes
 from vllm_fl_comm.errors import PeerLostError
 from vllm_fl_comm.flagcx import Communicator, DataType, Library, Reduction
 from vllm_fl_comm.peers import Peer
@@ -170,11 +170,12 @@ def test_an_idle_communicator_outlives_its_peer_by_the_timeout(library: Library)
     code = f"""
 import os, subprocess, sys, time
 from vllm_fl_comm.flagcx import Communicator, load
-from vllm_fl_comm.peers import Peer, _status
+from vllm_fl.processes import started
+from vllm_fl_comm.peers import Peer
 from vllm_fl_comm.watchdog import watch
 other = subprocess.Popen(["sleep", "60"])
 own = Peer.here(0)
-peer = Peer(1, own.host, other.pid, _status(other.pid)[1])
+peer = Peer(1, own.host, other.pid, started(other.pid))
 assert peer.is_visible()
 communicator = Communicator(load(), 0, 1, "tp:0", peers=(peer,))
 watch(communicator, {TIMEOUT}, asynchronous=True)
@@ -219,7 +220,7 @@ def test_another_process_of_the_same_id_is_not_the_peer() -> None:
 
 
 def test_without_proc_nobody_is_visible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(peers, "_PROC", tmp_path)
+    monkeypatch.setattr(processes, "_PROC", tmp_path)
     own = Peer.here(0)
     assert own.started == 0
     assert not own.is_visible()

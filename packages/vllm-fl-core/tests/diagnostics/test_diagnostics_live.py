@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -11,16 +12,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
 from vllm_fl.cli import main
 from vllm_fl.config import reset_settings
 from vllm_fl.diagnostics import ask_processes, live
-from vllm_fl.diagnostics.live import process_start
+from vllm_fl.diagnostics.live import Tracer
 from vllm_fl.dispatch import get_default_manager, reset_default_manager
 from vllm_fl.logging import get_logger
+from vllm_fl.processes import started
 
 pytest.importorskip("vllm_fl_reference", reason="the processes need an implementation")
 
@@ -86,20 +90,60 @@ def test_processes_answer(running: tuple[Path, set[int]], capsys: pytest.Capture
     assert [a["failures"][0]["op"] for a in json.loads(capsys.readouterr().out)] == ["rms_norm", "rms_norm"]
 
 
-def test_a_process_that_does_not_answer(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", "import time; from signal import *; signal(SIGUSR2, SIG_IGN); print(); time.sleep(60)"],
-        stdout=subprocess.PIPE,
-    ) as process:
+def leave_file(directory: Path, pid: int) -> None:
+    document = {"pid": pid, "started": started(pid), "time": time.time(), "rank": 3}
+    (directory / f"dispatch-{pid}.json").write_text(json.dumps(document))
+
+
+@pytest.fixture
+def silent() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that catches the signal and does nothing."""
+    code = "import time; from signal import *; signal(SIGUSR2, lambda *_: None); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        document = {"pid": process.pid, "started": process_start(process.pid), "time": time.time(), "rank": 3}
-        (tmp_path / f"dispatch-{process.pid}.json").write_text(json.dumps(document))
-        (answer,) = ask_processes(tmp_path, timeout_s=0.1)
-        assert (answer.rank, answer.problem) == (3, "it did not answer in time; it may be computing without a pause")
+        yield process
         process.kill()
-        process.wait()
+
+
+def test_a_process_that_does_not_answer(silent: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    leave_file(tmp_path, silent.pid)
+    (answer,) = ask_processes(tmp_path, timeout_s=0.1)
+    assert (answer.rank, answer.problem) == (3, "it did not answer in time; it may be computing without a pause")
+    silent.kill()
+    time.sleep(0.1)  # it has ended, and nobody has asked for its status yet
     assert ask_processes(tmp_path) == []
+
+
+def test_the_file_of_somebody_else_has_no_process_signalled(
+    silent: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_file(tmp_path, silent.pid)
+    monkeypatch.setattr(live, "owner", lambda pid: 4242)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "kill", lambda *_: pytest.fail("signalled"))
+        assert [answer.problem for answer in ask_processes(tmp_path)] == ["it does not take questions any more"]
+
+
+BECOMES_ANOTHER = """
+import os, sys
+from vllm_fl.dispatch import get_default_manager
+get_default_manager().ensure_initialized()
+os.execvp("sleep", ["sleep", "60"])
+"""
+
+
+def test_a_process_that_has_become_another_program_lives_on(tmp_path: Path) -> None:
+    directory = tmp_path / "traces"
+    environment = {**os.environ, "VLLM_FL_TRACE_DIR": str(directory)}
+    with subprocess.Popen([sys.executable, "-c", BECOMES_ANOTHER], env=environment) as process:
+        command = Path(f"/proc/{process.pid}/comm")
+        while command.read_text() != "sleep\n":
+            time.sleep(0.01)
+        (answer,) = ask_processes(directory, timeout_s=0.1)
+        assert answer.problem == "it does not take questions any more"
+        assert process.poll() is None
+        process.kill()
 
 
 def test_nobody_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,6 +186,9 @@ def test_what_prevents_it_is_reported_and_stops_nothing(
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     assert start() == "SIGUSR2 has a handler already: <Handlers.SIG_IGN: 1>"
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    faulthandler.register(signal.SIGUSR2)
+    assert start() == "SIGUSR2 has a handler already: that of a compiled library"
+    faulthandler.unregister(signal.SIGUSR2)
     monkeypatch.setenv("VLLM_FL_TRACE_DIR", __file__)
     assert start() == f"[Errno 17] File exists: '{__file__}'"
     thread = threading.Thread(target=lambda: warnings.append(start()))
@@ -153,3 +200,35 @@ def test_what_prevents_it_is_reported_and_stops_nothing(
 def test_without_the_variable_the_signal_keeps_its_meaning() -> None:
     assert get_default_manager().selections()
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("handler")
+def test_a_question_does_not_disturb_what_it_interrupts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    Tracer(get_default_manager(), tmp_path, "test").start()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    signal.raise_signal(signal.SIGUSR2)
+    assert warnings == []
+
+
+def test_two_questions_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]) -> None:
+    tracer = Tracer(get_default_manager(), tmp_path, "test")
+    begun = threading.Barrier(2)
+
+    def dump(document: object, file: TextIO) -> None:
+        with suppress(threading.BrokenBarrierError):
+            begun.wait(0.2)  # the second one comes while the first one writes, unless it has to wait
+        file.write(json.dumps(document))
+
+    monkeypatch.setattr(live.json, "dump", dump)
+    threads = [threading.Thread(target=tracer._dump) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert warnings == []
+    assert [path.name for path in tmp_path.iterdir()] == [f"dispatch-{os.getpid()}.json"]

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -27,6 +28,7 @@ from vllm_fl.dispatch import forks
 from vllm_fl.dispatch.oplist import current_rank
 from vllm_fl.errors import FLError
 from vllm_fl.logging import get_logger
+from vllm_fl.processes import catches, owner, started
 
 if TYPE_CHECKING:
     from vllm_fl.dispatch import OpManager
@@ -49,6 +51,7 @@ class Tracer:
         self._manager = ref(manager)
         self._directory = directory
         self._origin = origin
+        self._lock = threading.Lock()  # two questions at a time would write the same draft
 
     def start(self) -> None:
         """Install the signal's handler and leave the first file; what prevents it is reported, never raised."""
@@ -56,32 +59,39 @@ class Tracer:
             self._report("dispatch started outside of the main thread, which alone can install a signal's handler")
             return
         present = signal.getsignal(SIGNAL)
-        if present not in (signal.SIG_DFL, None) and not isinstance(getattr(present, "__self__", None), Tracer):
-            self._report(f"{SIGNAL.name} has a handler already: {present!r}")
+        is_ours = isinstance(getattr(present, "__self__", None), Tracer)
+        # A handler of compiled code, such as faulthandler's, is one that Python does not know.
+        if not is_ours and (present is not signal.SIG_DFL or catches(os.getpid(), SIGNAL)):
+            shown = "that of a compiled library" if present in (signal.SIG_DFL, None) else repr(present)
+            self._report(f"{SIGNAL.name} has a handler already: {shown}")
             return
         signal.signal(SIGNAL, self._handle)
         forks.reset_in_child(self)
         self._write({})
 
     def after_fork_in_child(self) -> None:
+        self._lock = threading.Lock()
         self._write({})
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        # In a thread of its own: the handler may have interrupted code that holds a lock which the trace needs.
-        threading.Thread(target=self._dump, name="vllm-fl trace", daemon=True).start()
+        # In a thread of its own: the handler may have interrupted code that holds a lock which the trace needs. Where
+        # no thread can be had, the question goes without an answer; the code that was interrupted must not fail by it.
+        with suppress(RuntimeError):
+            threading.Thread(target=self._dump, name="vllm-fl trace", daemon=True).start()
 
     def _dump(self) -> None:
         manager = self._manager()
         if manager is not None:
-            try:
-                self._write(_trace(manager))
-            except FLError as error:
-                self._write({"error": str(error)})
+            with self._lock:
+                try:
+                    self._write(_trace(manager))
+                except FLError as error:
+                    self._write({"error": str(error)})
 
     def _write(self, trace: dict[str, Any]) -> None:
         document = {
             "pid": os.getpid(),
-            "started": process_start(os.getpid()),
+            "started": started(os.getpid()),
             "rank": current_rank(),
             "command": sys.argv[:1],
             "time": time.time(),
@@ -144,29 +154,26 @@ def ask_processes(directory: Path, timeout_s: float = 10.0) -> list[LiveProcess]
         FileNotFoundError: there is no such directory.
         PermissionError: the processes belong to somebody else.
     """
-    asked = []
+    asked, silent = [], []
     for path in sorted(directory.iterdir()):
         before = _read(path) if path.name.startswith(_PREFIX) and path.suffix == ".json" else None
         if before is None:
             continue
+        pid = before["pid"]
         # A process id is used again some day; the time of the start tells whether it is the same process.
-        if before["started"] == process_start(before["pid"]) is not None:
-            os.kill(before["pid"], SIGNAL)
+        if before["started"] != started(pid) or before["started"] is None:
+            path.unlink(missing_ok=True)
+            continue
+        # The signal ends a process that does not catch it: one that has become another program since. And a directory
+        # that others can write to may hold files that name whatever process they like.
+        if catches(pid, SIGNAL) and path.lstat().st_uid == owner(pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, SIGNAL)
             asked.append((path, before))
         else:
-            path.unlink(missing_ok=True)
+            silent.append(LiveProcess(pid, before.get("rank", 0), "it does not take questions any more"))
     deadline = time.monotonic() + timeout_s
-    return [_await(path, before, deadline) for path, before in asked]
-
-
-def process_start(pid: int) -> int | None:
-    """When a process was started, in ticks since the machine's start; None if it does not run."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    return int(fields[19])
+    return [*silent, *(_await(path, before, deadline) for path, before in asked)]
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -174,7 +181,8 @@ def _read(path: Path) -> dict[str, Any] | None:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return document if isinstance(document, dict) and {"pid", "started", "time"} <= set(document) else None
+    is_ours = isinstance(document, dict) and {"started", "time"} <= set(document)
+    return document if is_ours and isinstance(document.get("pid"), int) else None
 
 
 def _await(path: Path, before: dict[str, Any], deadline: float) -> LiveProcess:
@@ -185,7 +193,7 @@ def _await(path: Path, before: dict[str, Any], deadline: float) -> LiveProcess:
             problem = now.get("error", "")
             operators, failures = now.get("operators", ()), now.get("failures", ())
             return LiveProcess(pid, now.get("rank", rank), problem, now.get("frozen"), operators, failures)
-        if process_start(pid) != before["started"]:
+        if started(pid) != before["started"]:
             return LiveProcess(pid, rank, "it ended before it answered")
         if time.monotonic() > deadline:
             return LiveProcess(pid, rank, "it did not answer in time; it may be computing without a pause")
