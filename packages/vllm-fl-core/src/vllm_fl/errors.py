@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+from enum import IntEnum
 
 
 class FLError(Exception):
@@ -21,6 +22,10 @@ class ConfigError(FLError, ValueError):
 
 class RegistrationError(FLError, ValueError):
     """An implementation cannot be registered."""
+
+
+class LoadError(FLError, ImportError):
+    """An implementation cannot be imported; nothing has been computed, and nothing written."""
 
 
 class NoImplementationError(FLError, RuntimeError):
@@ -37,6 +42,43 @@ class PlatformError(FLError, RuntimeError):
 
 class FrozenError(FLError, RuntimeError):
     """The selection is frozen (after compilation or graph capture) and may not change."""
+
+
+class Exit(IntEnum):
+    """Exit codes of every ``vllm-fl`` command, which a script can rely on."""
+
+    OK = 0
+    FAILED = 1
+    """The command ran and failed: an engine or server that does not start, no implementation of an operator."""
+    USAGE = 2
+    """Wrong arguments or configuration."""
+    MISSING = 3
+    """The machine lacks something: a package, the network, disk space."""
+    INTERRUPTED = 130
+    """Ctrl-C."""
+
+
+class CommandError(FLError, RuntimeError):
+    """A failure of a tool that the user can act on.
+
+    Args:
+        message: what happened, with the names and values concerned.
+        remedy: what to do about it.
+        code: the exit code.
+        log: the file that has the details, if there is one.
+    """
+
+    def __init__(self, message: str, remedy: str = "", code: Exit = Exit.FAILED, log: object = None) -> None:
+        super().__init__(message)
+        self.message, self.remedy, self.code, self.log = message, remedy, code, log
+
+    def __str__(self) -> str:
+        lines = [self.message]
+        if self.remedy:
+            lines.append(f"Remedy: {self.remedy}")
+        if self.log:
+            lines.append(f"Log: {self.log}")
+        return "\n".join(lines)
 
 
 def nearest(name: str, options: Iterable[str]) -> str | None:

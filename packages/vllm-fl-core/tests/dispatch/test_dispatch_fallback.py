@@ -14,7 +14,9 @@ import pytest
 from dispatch_helpers import FakeTensor, manager_of, reference, silu, vendor
 
 from vllm_fl.dispatch import OpManager, SelectionPolicy, policy_context, set_global_policy
-from vllm_fl.errors import NoImplementationError
+from vllm_fl.dispatch.types import AVAILABLE
+from vllm_fl.errors import LoadError, NoImplementationError
+from vllm_fl.plugins import load_at_first_call
 
 STRICT = SelectionPolicy(strict=True)
 
@@ -39,6 +41,27 @@ def test_another_exception_tries_the_next_and_demotes(warnings: list[str]) -> No
         "silu_and_mul: implementation 'vendor.acme' raised ValueError: bad luck (x [2, 4] bfloat16);"
         " 'reference.torch' serves the operator from now on. 'vllm-fl info' shows the traceback"
     ]
+
+
+def test_what_cannot_be_imported_has_written_nothing(warnings: list[str]) -> None:
+    """The operator writes its output, so that no other exception would let another implementation try."""
+    broken = load_at_first_call("moe_sum", "no_such_module:moe_sum", lambda: AVAILABLE)
+    written: list[Any] = []
+    manager = manager_of(
+        vendor("acme", "moe_sum", broken),
+        reference("moe_sum", lambda input, output: written.append(output)),
+    )
+    manager.call("moe_sum", 1, 2)
+    manager.call("moe_sum", 1, 3)
+    assert written == [2, 3]
+    assert warnings == [
+        "moe_sum: implementation 'vendor.acme' raised LoadError: no_such_module:moe_sum cannot be imported:"
+        " ModuleNotFoundError: No module named 'no_such_module' (no tensors); 'reference.torch' serves the operator"
+        " from now on. 'vllm-fl info' shows the traceback"
+    ]
+    set_global_policy(STRICT)
+    with pytest.raises(LoadError):
+        manager.call("moe_sum", 1, 4)
 
 
 def test_record_is_whole_and_keeps_no_argument_alive() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_fl.catalog import OpSpec
+from vllm_fl.errors import LoadError
 
 from . import forks
 from .types import dtype_name
@@ -131,6 +132,8 @@ def cannot_retry(
     """Why no other implementation may be tried after `error`; None if one may."""
     if strict:
         return "the policy is strict"
+    if isinstance(error, LoadError):
+        return None
     if is_out_of_memory(error):
         return "memory ran out"
     if is_device_fault(error):
