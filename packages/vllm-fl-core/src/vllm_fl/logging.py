@@ -12,7 +12,6 @@ from vllm_fl.errors import ConfigError, did_you_mean
 ROOT = "vllm_fl"
 LEVEL_ENV = "VLLM_FL_LOG_LEVEL"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-_FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 
 if TYPE_CHECKING:
     _Handler = logging.StreamHandler[TextIO]
@@ -44,12 +43,14 @@ def _parse_level(level: str | int, where: str) -> int:
     return int(getattr(logging, name))
 
 
+_handler = _StderrHandler()
+_handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [%(name)s] %(message)s", datefmt="%H:%M:%S"))
+
+
 def _configure(root: logging.Logger) -> None:
-    if any(isinstance(handler, _StderrHandler) for handler in root.handlers):
+    if _handler in root.handlers:
         return
-    handler = _StderrHandler()
-    handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
-    root.addHandler(handler)
+    root.addHandler(_handler)  # once, even if two threads come here
     root.propagate = False
     try:
         root.setLevel(_parse_level(os.environ.get(LEVEL_ENV, "INFO"), f"environment variable {LEVEL_ENV}"))

@@ -94,6 +94,14 @@ def test_lines_are_appended(record: Callable[..., Path]) -> None:
     assert path.read_text().splitlines() == ["[DEBUG] flag_gems.ops.mm: GEMS MM", *LINES]
 
 
+def test_no_file_stays_open(record: Callable[..., Path]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        record()  # each time with another manager
+        use()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_child_writes_for_itself(record: Callable[..., Path]) -> None:
     path = record()
     use()

@@ -10,6 +10,7 @@ import os
 import stat
 import threading
 from pathlib import Path
+from typing import BinaryIO
 
 from vllm_fl.errors import ConfigError
 from vllm_fl.logging import get_logger
@@ -43,7 +44,6 @@ class OpList:
         self._lock = threading.Lock()
         self._path = path
         self._origin = origin
-        self._fd: int | None = None
         self._rank: int | None = None
         self._seen: set[tuple[str, str]] = set()
         self._broken = False
@@ -54,16 +54,14 @@ class OpList:
         with self._lock:
             rank = current_rank()
             if rank != self._rank:
-                self._close()
-                self._rank = rank
+                self._rank, self._broken, self._seen = rank, False, set()
             if self._broken or (op_name, impl_id) in self._seen:
                 return
             self._seen.add((op_name, impl_id))
             try:
-                if self._fd is None:
-                    self._fd = open_private(self.path(rank))
-                # One write a line: lines of several processes do not mix.
-                os.write(self._fd, f"[DEBUG] vllm_fl.dispatch.ops.{op_name}: {impl_id}\n".encode())
+                with open_private(self.path(rank)) as file:
+                    # One write a line: lines of several processes do not mix.
+                    file.write(f"[DEBUG] vllm_fl.dispatch.ops.{op_name}: {impl_id}\n".encode())
             except (OSError, ConfigError) as error:
                 self._broken = True
                 get_logger(__name__).warning("%s: no oplist is written: %s", self._origin, error)
@@ -74,16 +72,10 @@ class OpList:
 
     def after_fork_in_child(self) -> None:
         self._lock = threading.Lock()
-        self._close()
-
-    def _close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-        self._fd, self._rank, self._broken = None, None, False
-        self._seen = set()
+        self._rank = None
 
 
-def open_private(path: Path) -> int:
+def open_private(path: Path) -> BinaryIO:
     """Open `path` for appending; create it, readable by the owner alone, if it is not there.
 
     Raises:
@@ -102,7 +94,7 @@ def open_private(path: Path) -> int:
     if problem:
         os.close(fd)
         raise ConfigError(f"{path} {problem}; remove it or name another file")
-    return fd
+    return open(fd, "ab", buffering=0)
 
 
 def _objection(status: os.stat_result) -> str | None:
