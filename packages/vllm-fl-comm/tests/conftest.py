@@ -10,7 +10,7 @@ import pytest
 from comm_support import Doubles, fault
 
 from vllm_fl.config import reset_settings
-from vllm_fl.plugins import reset_communicators
+from vllm_fl.plugins import reset_plugins
 from vllm_fl_comm import flagcx
 from vllm_fl_comm.flagcx import Library
 
@@ -37,8 +37,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in list(os.environ):
         if name.startswith(("VLLM_FL_", "FLAGCX_", "NCCL_")):
             monkeypatch.delenv(name)
-    for forget in (flagcx.forget, reset_settings, reset_communicators):
+    for forget in (flagcx.forget, reset_settings, reset_plugins):
         forget()
     yield
-    for forget in (flagcx.forget, reset_settings, reset_communicators):
+    for forget in (flagcx.forget, reset_settings, reset_plugins):
         forget()

@@ -17,22 +17,21 @@ Line = tuple[str, str, str]
 
 
 def status() -> list[Line]:
-    """(subject, state, text) of the choice, the library and the custom all-reduce; state: ok, note or problem."""
+    """(subject, state, text) of the library and the custom all-reduce; state: ok, note or problem."""
     try:
-        choice = choose_communicator()
-    except FLError as error:
-        return [("communicator", "problem", str(error))]
-    chosen = choice.plugin is not None and choice.plugin.name == "flagcx"
-    lines: list[Line] = [("communicator", "ok", f"{'FlagCX' if chosen else 'not FlagCX'}: {choice.reason}")]
+        plugin = choose_communicator().plugin
+    except FLError:
+        return []  # the choice has a line of its own
+    chosen = plugin is not None and plugin.name == "flagcx"
     if not chosen and PATH_ENV not in os.environ:
-        return lines
+        return []
     try:
         library = load()
     except FlagCXLoadError as error:
-        return [*lines, ("FlagCX", "problem" if chosen else "note", str(error))]
+        return [("FlagCX", "problem" if chosen else "note", str(error))]
     features = library.features
     form = "0.13 or later" if features.fills_unique_id else "0.12 or before"
-    lines.append(("FlagCX", "ok", f"{library.path}, interface of {form}"))
+    lines: list[Line] = [("FlagCX", "ok", f"{library.path}, interface of {form}")]
     if not features.abort:
         lines.append(("FlagCX", "note", "it cannot abort: a rank that waits for a lost peer is ended with its process"))
     try:

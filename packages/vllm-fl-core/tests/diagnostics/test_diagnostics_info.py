@@ -13,6 +13,8 @@ from vllm_fl.cli import main
 from vllm_fl.diagnostics import Check, checks, collect_info, versions
 from vllm_fl.dispatch import call_op
 from vllm_fl.flagos import availability
+from vllm_fl.plugins import COMMUNICATOR_GROUP, CommunicatorPlugin, loading
+from vllm_fl.plugins.loading import Loaded
 
 pytest.importorskip("vllm_fl_reference", reason="one backend has to be installed")
 torch = pytest.importorskip("torch", reason="an implementation has to fail")
@@ -59,7 +61,7 @@ def test_failed_implementations_are_shown_with_their_traceback(
         ({"VLLM_FL_PLUGIN_MODULES": "no_such_module"}, "plug-in no_such_module", "No module named 'no_such_module'"),
         ({"VLLM_FL_PER_OP": "rmsnorm=vendor"}, "dispatch", "did you mean 'rms_norm'?"),
         ({"VLLM_FL_PER_OP": "moe_sum=vendor"}, "moe_sum", "no implementation is left: rejected: no token of vendor"),
-        ({"FLAGCX_PATH": "/opt/flagcx"}, "FlagCX", "no installed distribution brings a communicator"),
+        ({"FLAGCX_PATH": "/opt/flagcx"}, "communicator", "and which is not there: pip install vllm-fl-comm"),
         ({"USE_FLAGGEMS": "1"}, "USE_FLAGGEMS", "FlagGems is not installed; pip install --no-deps flag-gems"),
     ],
     ids=["value", "platform", "module", "operator", "order", "FlagCX", "FlagGems"],
@@ -72,7 +74,7 @@ def test_what_is_configured_and_cannot_work(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(availability, "_version", lambda _name: None)
-    monkeypatch.setattr(checks, "entry_points", lambda **_: [])
+    monkeypatch.setitem(loading._cache, COMMUNICATOR_GROUP, ())
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert text in states("problem")[subject]
@@ -142,9 +144,6 @@ def test_numpy_between_vllm_and_flaggems(
 
 
 COMMUNICATOR = """
-class Plugin:
-    status = "some_comm:lines"
-PLUGIN = Plugin()
 def lines():
     {body}
 """
@@ -156,7 +155,7 @@ def lines():
         (
             'return [("FlagCX", "problem", "libflagcx.so is missing; set FLAGCX_PATH")]',
             [
-                Check("communicator flagcx", "ok", "of an unknown distribution"),
+                Check("communicator flagcx", "ok", "of acme-comm"),
                 Check("FlagCX", "problem", "libflagcx.so is missing; set FLAGCX_PATH"),
             ],
         ),
@@ -166,7 +165,7 @@ def lines():
                 Check(
                     "communicator flagcx",
                     "problem",
-                    "OSError: no driver; reinstall, update or remove an unknown distribution",
+                    "OSError: no driver; reinstall, update or remove acme-comm",
                 )
             ],
         ),
@@ -177,10 +176,11 @@ def test_communicators_tell_their_state(
     body: str, expected: list[Check], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "some_comm.py").write_text(COMMUNICATOR.format(body=body))
-    point = importlib.metadata.EntryPoint("flagcx", "some_comm:PLUGIN", versions.COMMUNICATOR_GROUP)
-    monkeypatch.setattr(checks, "entry_points", lambda group: [point] if group == point.group else [])
+    plugin = CommunicatorPlugin("flagcx", "some_comm:communicator", status="some_comm:lines")
+    monkeypatch.setitem(loading._cache, COMMUNICATOR_GROUP, (Loaded(plugin, "acme-comm", "flagcx"),))
     monkeypatch.delitem(__import__("sys").modules, "some_comm", raising=False)
-    assert list(checks.communicator_checks()) == expected
+    asked = Check("communicator", "ok", "the platform's own: no communicator is asked for")
+    assert list(checks.communicator_checks()) == [asked, *expected]
 
 
 def test_tables(acme: Install, capsys: pytest.CaptureFixture[str]) -> None:

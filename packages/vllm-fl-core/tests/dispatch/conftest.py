@@ -21,7 +21,7 @@ from vllm_fl.dispatch import (
 )
 from vllm_fl.dispatch.default import adopt_default_manager
 from vllm_fl.logging import get_logger
-from vllm_fl.plugins import loading, reset_backends, reset_platform
+from vllm_fl.plugins import loading, reset_platform
 
 hypothesis.settings.register_profile("steady", deadline=None)  # a busy machine is no reason to fail
 hypothesis.settings.load_profile("steady")
@@ -38,7 +38,6 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def reset() -> None:
         reset_default_manager()
-        reset_backends()
         reset_platform()
         reset_settings()
         clear_discovered_plugins()

@@ -11,7 +11,7 @@ import pytest
 from vllm_fl import integration
 from vllm_fl.integration import communication
 from vllm_fl.integration.platform import FLPlatform
-from vllm_fl.plugins import CommunicatorPlugin, communicators
+from vllm_fl.plugins import CommunicatorPlugin, communicators, loading
 from vllm_fl.plugins.loading import Loaded
 
 HERE = __name__
@@ -29,7 +29,7 @@ def backend(device_type: str) -> str | None:
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def communicator(**fields: Any) -> None:
         plugin = CommunicatorPlugin("acme", f"{HERE}:path", variables=("ACME_PATH",), **fields)
-        monkeypatch.setitem(communicators._cache, "communicators", (Loaded(plugin, "acme-comm", "acme"),))
+        monkeypatch.setitem(loading._cache, communicators.COMMUNICATOR_GROUP, (Loaded(plugin, "acme-comm", "acme"),))
         monkeypatch.setenv("ACME_PATH", "/opt/acme")
         monkeypatch.delenv("FLAGCX_PATH", raising=False)
 

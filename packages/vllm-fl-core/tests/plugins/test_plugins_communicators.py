@@ -13,7 +13,7 @@ from vllm_fl.plugins import (
     choose_communicator,
     communicator_class,
     installed_communicators,
-    reset_communicators,
+    reset_plugins,
 )
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    reset_communicators()
+    reset_plugins()
     yield
-    reset_communicators()
+    reset_plugins()
 
 
 @pytest.fixture

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 from vllm_fl.config import Settings
 from vllm_fl.dispatch import Selection
 from vllm_fl.dispatch.failures import describe
+from vllm_fl.errors import ConfigError, PlatformError
 from vllm_fl.flagos import availability
-from vllm_fl.plugins import installed_vllm, load_object, vllm_version_warning
+from vllm_fl.plugins import (
+    choose_communicator,
+    installed_communicators,
+    installed_vllm,
+    load_object,
+    vllm_version_warning,
+)
 
-from .versions import COMMUNICATOR_GROUP, requirement_of
+from .versions import requirement_of
 
 State = Literal["ok", "note", "problem"]
 _USER = ("file", "environment")
@@ -79,10 +85,6 @@ def configuration_checks(settings: Settings) -> Iterator[Check]:
     problem = availability.flaggems_problem()
     if settings.use_flaggems and origin.layer in _USER and problem is not None:
         yield Check("USE_FLAGGEMS", "problem", f"{origin} asks for FlagGems: {problem}")
-    path = os.environ.get("FLAGCX_PATH")
-    if path and not list(entry_points(group=COMMUNICATOR_GROUP)):
-        text = f"environment variable FLAGCX_PATH is {path!r}, and no installed distribution brings a communicator"
-        yield Check("FlagCX", "problem", f"{text}; pip install vllm-fl-comm, or unset the variable")
 
 
 def selection_checks(settings: Settings, selections: dict[str, Selection]) -> Iterator[Check]:
@@ -107,23 +109,24 @@ def _first_wish(name: str, settings: Settings, selection: Selection) -> Iterator
 
 
 def communicator_checks() -> Iterator[Check]:
-    """Each communicator plug-in: whether it loads, and the lines of the status function that it names.
-
-    An entry point of ``vllm_fl.communicators`` may have an attribute ``status``, ``"package.module:function"``. The
-    function is called without arguments and gives (subject, state, text) for each line, with the states of a
-    :class:`Check`.
-    """
-    for point in sorted(entry_points(group=COMMUNICATOR_GROUP), key=lambda point: point.name):
-        owner = point.dist.name if point.dist is not None else "an unknown distribution"
-        subject = f"communicator {point.name}"
+    """The choice of a communicator, whether each of them loads, and what its status function says."""
+    try:
+        choice = choose_communicator()
+    except PlatformError as error:
+        yield Check("communicator", "problem", str(error))
+    except ConfigError:
+        pass  # the configuration has a check of its own
+    else:
+        name = "the platform's own" if choice.plugin is None else choice.plugin.name
+        yield Check("communicator", "ok", f"{name}: {choice.reason}")
+    for item in installed_communicators():
+        subject = f"communicator {item.entry_point}"
+        if item.plugin is None or item.error is not None:
+            yield Check(subject, "problem", item.error or "it could not be loaded")
+            continue
         try:
-            lines = _status(point)
+            lines = load_object(item.plugin.status)() if item.plugin.status is not None else []
         except (Exception, SystemExit) as error:  # another distribution's code may fail in any way
-            yield Check(subject, "problem", f"{describe(error)}; reinstall, update or remove {owner}")
+            yield Check(subject, "problem", f"{describe(error)}; reinstall, update or remove {item.distribution}")
         else:
-            yield from (Check(subject, "ok", f"of {owner}"), *lines)
-
-
-def _status(point: EntryPoint) -> list[Check]:
-    status = getattr(point.load(), "status", None)
-    return [Check(*line) for line in load_object(status)()] if isinstance(status, str) else []
+            yield from (Check(subject, "ok", f"of {item.distribution}"), *(Check(*line) for line in lines))

@@ -9,9 +9,8 @@ from importlib.metadata import PackageNotFoundError, entry_points, requires, ver
 from packaging.requirements import InvalidRequirement, Requirement
 
 from vllm_fl.dispatch.discovery import PLUGIN_GROUP
-from vllm_fl.plugins import BACKEND_GROUP
+from vllm_fl.plugins import BACKEND_GROUP, COMMUNICATOR_GROUP
 
-COMMUNICATOR_GROUP = "vllm_fl.communicators"
 _ALWAYS = ("vllm-fl-core", "vllm", "torch", "numpy", "transformers", "triton", "flagtree", "flag-gems")
 
 

@@ -13,11 +13,10 @@ from .communicators import (
     choose_communicator,
     communicator_class,
     installed_communicators,
-    reset_communicators,
 )
-from .descriptor import BackendPlugin, InstalledBackend, load_object
+from .descriptor import BackendPlugin, load_object
 from .lazy import load_at_first_call
-from .loading import BACKEND_GROUP, installed_backends, platform_file, reset_backends
+from .loading import BACKEND_GROUP, InstalledBackend, installed_backends, platform_file, reset_plugins
 from .native import has_native_platform
 from .platform import PLATFORM_ENV, PlatformChoice, probe, reset_platform, resolve_platform
 from .requirements import SUPPORTED_VLLM, installed_vllm, requirement_problem, vllm_version_warning
@@ -44,9 +43,8 @@ __all__ = [
     "platform_file",
     "probe",
     "requirement_problem",
-    "reset_backends",
-    "reset_communicators",
     "reset_platform",
+    "reset_plugins",
     "resolve_platform",
     "vllm_version_warning",
 ]

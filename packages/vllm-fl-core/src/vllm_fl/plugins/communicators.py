@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 
 from vllm_fl.errors import PlatformError, did_you_mean
-from vllm_fl.logging import get_logger
 
 from .descriptor import check_name_and_requirements, load_object
 from .loading import Loaded, load_group
@@ -19,7 +18,6 @@ NATIVE = "native"  #: the value of ``comm`` that stands for the platform's own c
 SELECTING_VARIABLES = {"FLAGCX_PATH": "vllm-fl-comm"}
 
 _OBJECT = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-_cache: dict[str, tuple[InstalledCommunicator, ...]] = {}
 
 
 @dataclass(frozen=True)
@@ -77,23 +75,8 @@ class CommunicatorChoice:
 
 
 def installed_communicators() -> tuple[InstalledCommunicator, ...]:
-    """Every entry point of the group, by name; read once a process. One that cannot be used is reported once."""
-    cached = _cache.get("communicators")
-    if cached is not None:
-        return cached
-    found = tuple(load_group(COMMUNICATOR_GROUP, CommunicatorPlugin, "a communicator"))
-    kept = _cache.setdefault("communicators", found)
-    if kept is found:
-        for item in found:
-            if item.error is not None:
-                message = "communicator %r of %s cannot be used: %s"
-                get_logger(__name__).warning(message, item.entry_point, item.distribution, item.error)
-    return kept
-
-
-def reset_communicators() -> None:
-    """Forget the installed communicators; for tests."""
-    _cache.clear()
+    """Every entry point of the group, by name; read once a process."""
+    return load_group(COMMUNICATOR_GROUP, CommunicatorPlugin, "communicator")
 
 
 def choose_communicator() -> CommunicatorChoice:

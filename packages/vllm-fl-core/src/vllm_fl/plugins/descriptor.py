@@ -91,23 +91,6 @@ def check_name_and_requirements(what: str, name: str, requires: tuple[str, ...])
             raise ValueError(f"{what} {name!r}: {text!r} is not a requirement: {error}") from None
 
 
-@dataclass(frozen=True)
-class InstalledBackend:
-    """A backend's entry point in this environment.
-
-    Args:
-        plugin: what it declares; None if that could not be loaded.
-        distribution: the distribution that it belongs to.
-        entry_point: its name.
-        error: why it cannot be used, and the remedy; None if it can be used.
-    """
-
-    plugin: BackendPlugin | None
-    distribution: str
-    entry_point: str
-    error: str | None = None
-
-
 def load_object(target: str) -> Any:
     """Import what ``"package.module:object"`` names.
 

@@ -1,16 +1,16 @@
-"""Finds the installed backends. One that cannot be used is reported once and leaves the others alone."""
+"""Finds what is installed, by entry points. What cannot be used is reported once and leaves the others alone."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from vllm_fl.errors import PlatformError
 from vllm_fl.logging import get_logger
 
-from .descriptor import BackendPlugin, InstalledBackend
+from .descriptor import BackendPlugin
 from .requirements import requirement_problem
 
 if TYPE_CHECKING:
@@ -19,27 +19,67 @@ if TYPE_CHECKING:
 BACKEND_GROUP = "vllm_fl.backends"
 CORE = "vllm-fl-core"
 
-_cache: dict[str, tuple[InstalledBackend, ...]] = {}
+
+class Named(Protocol):
+    """What an entry point of ours is expected to be."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def requires(self) -> tuple[str, ...]: ...
+
+
+P = TypeVar("P", bound=Named)
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[P]):
+    """An entry point of this environment.
+
+    Args:
+        plugin: what it declares; None if that could not be loaded.
+        distribution: the distribution that it belongs to.
+        entry_point: its name.
+        error: why it cannot be used, and the remedy; None if it can be used.
+    """
+
+    plugin: P | None
+    distribution: str
+    entry_point: str
+    error: str | None = None
+
+
+InstalledBackend = Loaded[BackendPlugin]
+
+_cache: dict[str, tuple[Loaded[Any], ...]] = {}
 
 
 def installed_backends() -> tuple[InstalledBackend, ...]:
     """Every entry point of the group ``vllm_fl.backends``, by name; read once a process."""
-    cached = _cache.get("backends")
+    return load_group(BACKEND_GROUP, BackendPlugin, "backend")
+
+
+def load_group(group: str, expected: type[P], what: str) -> tuple[Loaded[P], ...]:
+    """Every entry point of `group`, by name, each checked to be an `expected` that can be used; read once a process.
+
+    One that cannot be used is reported once; `what` is what the message calls it.
+    """
+    cached = _cache.get(group)
     if cached is not None:
         return cached
     # No lock, which could be held during a fork. Two threads may both look; only one of them reports.
-    found = tuple(_backends())
-    kept = _cache.setdefault("backends", found)
+    found = tuple(_load_group(group, expected, what))
+    kept = _cache.setdefault(group, found)
     if kept is found:
-        for backend in found:
-            if backend.error is not None:
-                message = "backend %r of %s cannot be used: %s"
-                get_logger(__name__).warning(message, backend.entry_point, backend.distribution, backend.error)
+        for item in found:
+            if item.error is not None:
+                message = "%s %r of %s cannot be used: %s"
+                get_logger(__name__).warning(message, what, item.entry_point, item.distribution, item.error)
     return kept
 
 
-def reset_backends() -> None:
-    """Forget the installed backends; for tests that install some."""
+def reset_plugins() -> None:
+    """Forget what is installed; for tests that install something."""
     _cache.clear()
 
 
@@ -63,35 +103,7 @@ def platform_file(plugin: BackendPlugin) -> PlatformFile | None:
         ) from error
 
 
-def _backends() -> list[InstalledBackend]:
-    found = load_group(BACKEND_GROUP, BackendPlugin, "a backend")
-    return [InstalledBackend(item.plugin, item.distribution, item.entry_point, item.error) for item in found]
-
-
-class Named(Protocol):
-    """What an entry point of ours is expected to be."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def requires(self) -> tuple[str, ...]: ...
-
-
-P = TypeVar("P", bound=Named)
-
-
-@dataclass(frozen=True)
-class Loaded(Generic[P]):
-    """An entry point, what it holds if that could be loaded, and why it cannot be used, if it cannot."""
-
-    plugin: P | None
-    distribution: str
-    entry_point: str
-    error: str | None = None
-
-
-def load_group(group: str, expected: type[P], what: str) -> list[Loaded[P]]:
-    """Every entry point of `group`, by name, each checked to be an `expected` that can be used here."""
+def _load_group(group: str, expected: type[P], what: str) -> list[Loaded[P]]:
     points = sorted(entry_points(group=group), key=lambda point: (point.name, _distribution(point)))
     names = Counter(point.name for point in points)
     return [
@@ -106,7 +118,7 @@ def _distribution(point: EntryPoint) -> str:
 
 def _ambiguous(point: EntryPoint, points: list[EntryPoint], what: str) -> tuple[str, str, str]:
     claimants = ", ".join(_distribution(other) for other in points if other.name == point.name)
-    error = f"several distributions bring {what} of this name: {claimants}; uninstall all but one"
+    error = f"several distributions bring a {what} of this name: {claimants}; uninstall all but one"
     return _distribution(point), point.name, error
 
 

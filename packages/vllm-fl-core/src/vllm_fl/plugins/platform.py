@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from vllm_fl.errors import PlatformError, nearest
 from vllm_fl.logging import get_logger
 
-from .descriptor import BackendPlugin, InstalledBackend, load_object
-from .loading import installed_backends, reset_backends
+from .descriptor import BackendPlugin, load_object
+from .loading import InstalledBackend, installed_backends, reset_plugins
 from .native import has_native_platform
 
 if TYPE_CHECKING:
@@ -60,10 +60,10 @@ def resolve_platform() -> PlatformChoice:
 
 
 def reset_platform() -> None:
-    """Forget the choice, the probes' answers and the installed backends; for tests."""
+    """Forget the choice, the probes' answers and what is installed; for tests."""
     _cache.clear()
     _probed.clear()
-    reset_backends()
+    reset_plugins()
 
 
 def probe(backend: InstalledBackend) -> Availability:
