@@ -18,6 +18,9 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from kernel_inputs import DEVICE, INTERPRETED
+from simulated_driver import Machine
+
+from vllm_fl.flagos.kernels import launch
 
 FOLDER = Path(__file__).parent
 REPORTS = "FLAGOS_TEST_REPORTS"  # names the file that the child writes its reports to
@@ -30,6 +33,13 @@ _children: dict[Path, dict[str, list[dict[str, Any]]]] = {}
 def device() -> str:
     """The torch device on which kernels run: the accelerator's, or "cpu" in the interpreter."""
     return DEVICE
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A simulated driver in the place of Triton's."""
+    assert launch.is_expected(), "this Triton calls compiled kernels in another way"
+    return Machine(monkeypatch)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

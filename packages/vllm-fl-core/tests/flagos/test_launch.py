@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from kernel_inputs import INTERPRETED
-from triton.runtime.jit import JITFunction
+from simulated_driver import Machine
 
 from vllm_fl.flagos.kernels import launch
 
@@ -29,34 +28,6 @@ NAMES = ("key", "grid", "size", "device", "entry", "run", "function", "metadata"
 @triton.jit
 def _with_names(key, grid, size, device, entry, run, function, metadata, cold, entries, self, args):
     pass
-
-
-class Machine:
-    """A driver and a compiler that write down what they are asked for."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.compiled: list[dict[str, Any]] = []
-        self.ran: list[tuple[Any, ...]] = []
-        self.device = 0
-        active = SimpleNamespace(
-            get_current_device=lambda: self.device, get_current_stream=lambda device: f"stream of {device}"
-        )
-        monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
-        monkeypatch.setattr(JITFunction, "run", self._compile)
-        launch._is_expected()  # asked before JITFunction.run was replaced
-
-    def _compile(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        number = len(self.compiled)
-        self.compiled.append({"args": args, "grid": grid, **kwargs})
-        return SimpleNamespace(
-            run=lambda *args: self.ran.append(args), function=f"function {number}", packed_metadata=f"metadata {number}"
-        )
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    assert launch._is_expected(), "this Triton calls compiled kernels in another way"
-    return Machine(monkeypatch)
 
 
 @pytest.fixture
@@ -85,8 +56,7 @@ def test_the_second_launch_goes_straight_to_the_compiled_kernel(machine: Machine
     assert len(machine.compiled) == 1
     head, args = machine.ran[0][:9], machine.ran[0][9:]
     assert head == (7, 8, 1, "stream of 0", "function 0", "metadata 0", None, None, None)
-    assert args[0] is x
-    assert args[1:] == (None, 5, 16, 0.5, "a", 64)
+    assert args == (x.data_ptr(), None, 5, 16, 0.5, "a", 64)
     call(kernel, (1, 2, 3), y=y)
     assert len(machine.compiled) == 2
 
