@@ -77,9 +77,15 @@ def test_router_symbols(scoring: str, spy: Any) -> None:
     assert seen.calls == 1
 
 
-def test_accelerator_housekeeping_does_nothing_without_an_accelerator() -> None:
+def test_accelerator_housekeeping_does_nothing_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as vLLM has made the platform; no plug-in need be loaded."""
     if torch.accelerator.is_available():
         pytest.skip("this host has an accelerator")
+    from vllm.platforms import current_platform
+
+    for name in ("empty_cache", "synchronize"):
+        monkeypatch.setattr(torch.accelerator, name, inspect.unwrap(getattr(torch.accelerator, name)))
+    type(current_platform)()
     assert torch.accelerator.empty_cache() is None
     assert torch.accelerator.synchronize() is None
 
@@ -167,3 +173,69 @@ def test_slot_mapping_goes_to_dispatch_where_the_fallback_of_vllm_does_not_fit(
         (launch,) = registered.values()
         launch(3, 4, start, positions, table, 2, slots, 4, 1, 0, -1)
         assert slots.tolist() == [31, 20, 21, -1]
+
+
+def test_top_k_and_top_p_go_to_dispatch_wherever_the_sampler_calls_them(spy: Any) -> None:
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    compat.dispatch_top_k_top_p()
+    compat.dispatch_top_k_top_p()
+    seen = spy("apply_top_k_top_p")
+    for module in (topk_topp_sampler, rejection_sampler):
+        logits = torch.tensor([[1.0, 3.0, 2.0], [1.0, 3.0, 2.0]])
+        assert module.apply_top_k_top_p(logits, torch.tensor([2, 3]), torch.tensor([1.0, 0.5])) is logits
+        assert logits.isinf().tolist() == [[True, False, False], [True, False, True]]
+        assert module.apply_top_k_top_p(logits, None, None) is logits
+    topk_topp_sampler.apply_top_k_top_p(logits, None, torch.ones(2), has_topp_only_rows=True)  # of vLLM 0.33
+    assert seen.calls == 3
+
+
+def test_a_sampler_that_is_not_known_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    def other(scores: Any, k: Any, p: Any) -> Any:
+        raise AssertionError("called")
+
+    warnings: list[str] = []
+    monkeypatch.setattr(topk_topp_sampler, "apply_top_k_top_p", other)
+    monkeypatch.setattr(compat.get_logger(compat.__name__), "warning", lambda text, *args: warnings.append(text % args))
+    compat.dispatch_top_k_top_p()
+    assert topk_topp_sampler.apply_top_k_top_p is other
+    assert warnings == [
+        "vllm.v1.sample.ops.topk_topp_sampler.apply_top_k_top_p is not the function that vllm-fl knows: vLLM's own code"
+        " serves it, dispatch does not"
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64], ids=str)
+def test_a_value_for_each_draft(dtype: torch.dtype) -> None:
+    """Through vLLM's fallback, which keeps integers of 64 bits only."""
+    from vllm.utils import cpu_triton_utils
+
+    output, values = torch.zeros(5, dtype=dtype), torch.tensor([7, 0, 3], dtype=dtype)
+    ends = torch.tensor([2, 4, 5], dtype=torch.int32)
+    cpu_triton_utils._expand_kernel_impl(output, values, ends, 0, 1, MAX_NUM_TOKENS=8)
+    assert output.tolist() == [7, 7, 1, 1, 3]
+
+
+def test_drafts_are_judged_through_the_fallbacks_of_vllm() -> None:
+    """With the integers of 32 bits that vLLM passes."""
+    from vllm.utils import cpu_triton_utils as fallbacks
+
+    ends, drafted = torch.tensor([2, 3], dtype=torch.int32), torch.tensor([4, 1, 2], dtype=torch.int32)
+    bonus = torch.tensor([[8], [9]], dtype=torch.int32)
+    greedy, drawn = (torch.full((2, 3), -1, dtype=torch.int32) for _ in range(2))
+    likeliest = torch.tensor([4, 1, 3])
+    fallbacks._rejection_greedy_sample_kernel_impl(greedy, ends, drafted, likeliest, bonus, None, 2)
+    assert greedy.tolist() == [[4, 1, 8], [3, -1, -1]]
+    target = torch.nn.functional.one_hot(torch.tensor([4, 3, 2]), 5).float()
+    recovered = torch.empty(3, dtype=torch.int32)
+    fallbacks._sample_recovered_tokens_kernel_impl(
+        recovered, ends, drafted, None, target, torch.ones(2, 5), 5, NO_DRAFT_PROBS=True
+    )
+    fallbacks._rejection_random_sample_kernel_impl(
+        drawn, ends, drafted, None, target, bonus, recovered, torch.full((3,), 0.5, dtype=torch.float64),
+        torch.zeros(2, dtype=torch.bool), 2, 5, NO_DRAFT_PROBS=True,
+    )  # fmt: skip
+    assert drawn.tolist() == [[4, 3, -1], [2, 9, -1]]

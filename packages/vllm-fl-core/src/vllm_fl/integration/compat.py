@@ -33,7 +33,6 @@ def install() -> None:
 
     declare_environment()
     define_missing_symbols()
-    _guard_accelerator()
     _dispatch_repetition_penalties(vllm._custom_ops)
 
 
@@ -226,16 +225,16 @@ def _override_slot_mapping() -> None:
     register_kernels({"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": compute_slot_mapping})
 
 
-def _guard_accelerator() -> None:
+def guard_accelerator(device_type: str) -> None:
     """Make ``torch.accelerator`` housekeeping do nothing on a host without an accelerator, where it raises.
 
-    Needed by 0.26 to 0.33 for a platform on the CPU: the shutdown of an engine calls it unless the platform is vLLM's
-    own CPU platform. Recognised by the functions themselves; can go when vLLM asks the platform.
+    Needed by 0.26 to 0.33 for a platform on the CPU: the shutdown of an engine and vLLM's cleanup of a process call it
+    unless the platform is vLLM's own CPU platform. Recognised by the functions themselves; can go when vLLM asks the
+    platform.
     """
     import torch
-    from vllm.platforms import current_platform
 
-    if current_platform.device_type != "cpu":
+    if device_type != "cpu":
         return
     for name in ("empty_cache", "empty_host_cache", "synchronize"):
         original = getattr(torch.accelerator, name, None)

@@ -14,6 +14,8 @@ from vllm_fl.errors import ConfigError
 from vllm_fl.logging import get_logger
 from vllm_fl.plugins import communicator_class
 
+from . import compat
+
 __all__ = ["FINGERPRINT_KEY", "LAYERS_KEY", "FLPlatform", "OutOfTreePlatform", "stamp_selection"]
 
 #: Keys in ``vllm_config.additional_config`` under which the selection enters vLLM's hash.
@@ -47,10 +49,12 @@ class FLPlatform(Platform):
     #: Names of ``--attention-backend`` that are served besides CUSTOM, the dispatched one.
     native_attention_backends: ClassVar[frozenset[str]] = frozenset()
 
+    def __init__(self) -> None:
+        """vLLM makes its platform once a process, before it loads any plug-in, and perhaps without loading one."""
+        compat.guard_accelerator(self.device_type)
+
     @classmethod
     def import_kernels(cls) -> None:
-        from . import compat
-
         if cls.uses_compiled_kernels:
             super().import_kernels()
         compat.define_missing_symbols()
@@ -110,6 +114,8 @@ class FLPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
+        if vllm_config.lora_config is not None:
+            cls._check_adapters()
         parallel = vllm_config.parallel_config
         if cls.worker_cls and parallel.worker_cls == "auto":
             parallel.worker_cls = cls.worker_cls
@@ -120,6 +126,16 @@ class FLPlatform(Platform):
             if compilation.compile_sizes is None:
                 compilation.compile_sizes = []
         stamp_selection(vllm_config, cls.native_vendor)
+
+    @classmethod
+    def _check_adapters(cls) -> None:
+        try:
+            cls.get_punica_wrapper()
+        except NotImplementedError:
+            raise ConfigError(
+                f"--enable-lora: the platform {cls.device_name!r} has no kernels for adapters; merge the adapter into"
+                " the checkpoint (merge_and_unload() of PEFT) and serve that"
+            ) from None
 
 
 class OutOfTreePlatform(FLPlatform):
@@ -151,8 +167,6 @@ class OutOfTreePlatform(FLPlatform):
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
         """vLLM 0.31 and later: without Triton for the device, PyTorch code takes the place of its Triton kernels."""
-        from . import compat
-
         compat.register_kernel_fallbacks()
 
     @classmethod
