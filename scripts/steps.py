@@ -61,7 +61,7 @@ class BootstrapError(Exception):
 
 
 def cache_dir() -> Path:
-    """The user's cache directory of vllm-fl (the same as `vllm_fl.quickstart.cache.cache_dir`)."""
+    """The user's cache directory of vllm-fl (the same as `vllm_fl.cache.cache_dir`)."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "vllm-fl"
 

@@ -1,22 +1,27 @@
-"""Engines of vLLM for the tools that run a model: profile, compare, bisect, tune."""
+"""Engines of vLLM for what runs a model: quickstart, profile, compare, bisect, tune."""
 
 from __future__ import annotations
 
 import os
 import random
+import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vllm_fl.cli.exits import CommandError, Exit
-from vllm_fl.errors import FLError
-from vllm_fl.quickstart.engine import ENGINE_ENVIRONMENT, require_vllm, start_failure
+from vllm_fl.errors import CommandError, Exit, FLError
 
-IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
-#: The word for the model of the quickstart.
-QUICKSTART = "quickstart"
+#: Sets the process that the engine runs in: "0" is that of the caller.
+MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
+ENGINE_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",  # the model is a local directory
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 @dataclass(frozen=True)
@@ -157,22 +162,13 @@ def engine_arguments(model: str, extra: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in parsed.items() if name == "model" or value != default[name]}
 
 
-def model_directory(model: str, reporter: Any) -> str:
-    """`model`, or the directory of the quickstart's model, made if it is not there, if `model` is its name."""
-    if model != QUICKSTART:
-        return model
-    from vllm_fl.quickstart.model import prepare_model
-
-    return str(prepare_model(None, reporter))
-
-
 @contextmanager
 def _environment(in_process: bool, is_local: bool) -> Iterator[None]:
-    wanted = {name: value for name, value in ENGINE_ENVIRONMENT.items() if name != IN_PROCESS}
+    wanted = dict(ENGINE_ENVIRONMENT)
     if not is_local:
         del wanted["HF_HUB_OFFLINE"]
     if in_process:
-        wanted[IN_PROCESS] = "0"
+        wanted[MULTIPROCESSING] = "0"
     wanted["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
@@ -184,3 +180,56 @@ def _environment(in_process: bool, is_local: bool) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def start_failure(error: Exception) -> CommandError:
+    """What the user gets for whatever vLLM raised: its type and first line; the traceback is printed, for the log."""
+    traceback.print_exc()
+    lines = [type(error).__name__, *str(error).strip().splitlines()[:1]]
+    remedy = f"{variables_remedy()}Run again with --verbose to see what vLLM says."
+    return CommandError(f"The engine did not start: {': '.join(lines)}", remedy)
+
+
+def variables_remedy() -> str:
+    """Names the variables that keep a platform out, if any is set."""
+    names = ("VLLM_PLUGINS", "VLLM_FL_PREFER_ENABLED", "VLLM_TARGET_DEVICE", "VLLM_FL_PLATFORM", "VLLM_FL_CONFIG")
+    present = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    return f"These variables are set and may be the reason: {', '.join(present)}. " if present else ""
+
+
+def require_vllm() -> None:
+    """Raises CommandError where torch or vLLM is not installed."""
+    for module in ("torch", "vllm"):
+        if find_spec(module) is None:
+            raise CommandError(
+                f"The package {module} is not installed.",
+                "On a clone, `make quickstart` makes an environment that has it; elsewhere install it first.",
+                Exit.MISSING,
+            )
+
+
+@contextmanager
+def output_to(log: Path | None) -> Iterator[None]:
+    """Sends everything that this process and its libraries print to `log`, or all of it to standard error if None.
+
+    It works below Python's streams, so it catches compiled code too. Who wants to write to the terminal meanwhile needs
+    a duplicate of the descriptor made before.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    try:
+        if log is None:
+            os.dup2(2, 1)
+        else:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("wb") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in enumerate(saved, start=1):
+            os.dup2(copy, number)
+            os.close(copy)

@@ -13,8 +13,8 @@ import typer
 
 from vllm_fl import __version__
 from vllm_fl.cli import main
-from vllm_fl.cli.exits import CommandError, Exit, user_errors
-from vllm_fl.errors import ConfigError, NoImplementationError
+from vllm_fl.cli.exits import user_errors
+from vllm_fl.errors import CommandError, ConfigError, Exit, NoImplementationError
 
 HEAVY = ("torch", "transformers", "vllm", "numpy")
 

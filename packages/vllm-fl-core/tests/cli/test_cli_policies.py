@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vllm_fl.cli.exits import CommandError, Exit
 from vllm_fl.config import ENVIRONMENT, get_settings, reset_settings
 from vllm_fl.dispatch import SelectionPolicy, get_policy, reset_default_manager, reset_global_policy
 from vllm_fl.engines import Engine, Workload
-from vllm_fl.errors import ConfigError
+from vllm_fl.errors import CommandError, ConfigError, Exit
 from vllm_fl.policies import environment_of, from_plain, parse_policy, to_plain
 
 pytest.importorskip("vllm_fl_reference", reason="a policy names its implementations")

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from vllm_fl import engines
 from vllm_fl.cli import main
-from vllm_fl.cli.exits import CommandError
+from vllm_fl.errors import CommandError
 from vllm_fl.quickstart import engine, model
 from vllm_fl.quickstart.engine import Answer, OperatorUse, Report
 
@@ -59,7 +60,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Session]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(engine, "Session", Session)
-    monkeypatch.setattr(engine, "require_vllm", lambda: None)
+    monkeypatch.setattr(engines, "require_vllm", lambda: None)
     monkeypatch.setattr(model, "prepare_model", lambda given, _reporter: given or Path("/models/smol"))
     monkeypatch.setattr(Session, "error", None)
     monkeypatch.setattr(Session, "operators", OPERATORS)
@@ -159,7 +160,7 @@ def test_streams_come_back_after_an_error(monkeypatch: pytest.MonkeyPatch, capfd
 
 def test_missing_vllm(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(engine, "find_spec", lambda name: None if name == "vllm" else object())
+    monkeypatch.setattr(engines, "find_spec", lambda name: None if name == "vllm" else object())
     assert main(["quickstart"]) == 3
     assert capfd.readouterr().err == (
         "Error: The package vllm is not installed.\n"
@@ -171,6 +172,6 @@ def test_variables_that_keep_a_platform_out_are_named(monkeypatch: pytest.Monkey
     for name in ("VLLM_FL_PREFER_ENABLED", "VLLM_TARGET_DEVICE", "VLLM_FL_PLATFORM", "VLLM_FL_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("VLLM_PLUGINS", "")
-    assert engine._start_remedy() == (
+    assert engines.start_failure(ValueError("bad luck")).remedy == (
         "These variables are set and may be the reason: VLLM_PLUGINS=. Run again with --verbose to see what vLLM says."
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_fl.cli.exits import CommandError, Exit
+from vllm_fl.errors import CommandError, Exit
 from vllm_fl.quickstart import server
 from vllm_fl.quickstart.server import Server
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_fl.cli.exits import CommandError, Exit
 from vllm_fl.engines import engine_arguments
+from vllm_fl.errors import CommandError, Exit
 
 
 def test_only_what_is_given(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from vllm_fl.cli.exits import CommandError, Exit
+from vllm_fl.errors import CommandError, Exit
 
 
 def answer(command: str, arguments: tuple[Any, ...]) -> Any:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_fl.cli.exits import CommandError, Exit
 from vllm_fl.dispatch import SelectionPolicy
 from vllm_fl.engines import Workload
+from vllm_fl.errors import CommandError, Exit
 from vllm_fl.tune import TrialFailed
 from vllm_fl.tune import engine as module
 from vllm_fl.tune.engine import EngineMeasurer

@@ -12,7 +12,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line on `arguments` (default: those of the process); returns the exit code (see `cli.exits`)."""
+    """Run the command line on `arguments`, by default those of the process; returns a :class:`~vllm_fl.errors.Exit`."""
     from vllm_fl.cli.app import run
 
     return run(arguments)

@@ -1,4 +1,4 @@
-"""Exit codes of every ``vllm-fl`` command, and how a user's mistake becomes one of them without a traceback."""
+"""How a user's mistake becomes an exit code and a message, without a traceback."""
 
 from __future__ import annotations
 
@@ -7,46 +7,8 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import IntEnum
 
-from vllm_fl.errors import ConfigError, FLError
-
-
-class Exit(IntEnum):
-    """What a script can rely on."""
-
-    OK = 0
-    FAILED = 1
-    """The command ran and failed: an engine or server that does not start, no implementation of an operator."""
-    USAGE = 2
-    """Wrong arguments or configuration."""
-    MISSING = 3
-    """The machine lacks something: a package, the network, disk space."""
-    INTERRUPTED = 130
-    """Ctrl-C."""
-
-
-class CommandError(FLError, RuntimeError):
-    """A failure that the user can act on.
-
-    Args:
-        message: what happened, with the names and values concerned.
-        remedy: what to do about it.
-        code: the exit code.
-        log: the file that has the details, if there is one.
-    """
-
-    def __init__(self, message: str, remedy: str = "", code: Exit = Exit.FAILED, log: object = None) -> None:
-        super().__init__(message)
-        self.message, self.remedy, self.code, self.log = message, remedy, code, log
-
-    def __str__(self) -> str:
-        lines = [self.message]
-        if self.remedy:
-            lines.append(f"Remedy: {self.remedy}")
-        if self.log:
-            lines.append(f"Log: {self.log}")
-        return "\n".join(lines)
+from vllm_fl.errors import CommandError, ConfigError, Exit, FLError
 
 
 @contextmanager

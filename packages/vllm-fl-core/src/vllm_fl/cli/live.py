@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_fl.cli.exits import CommandError, Exit
+from vllm_fl.errors import CommandError, Exit
 
 if TYPE_CHECKING:
     from vllm_fl.diagnostics import LiveProcess

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.cli.exits import CommandError, Exit
-from vllm_fl.errors import FLError
+from vllm_fl.engines import ENGINE_ENVIRONMENT, MULTIPROCESSING, require_vllm, start_failure, variables_remedy
+from vllm_fl.errors import CommandError, FLError
 
 if TYPE_CHECKING:
     from vllm_fl.plugins import PlatformChoice
@@ -26,12 +22,6 @@ PROMPTS = (
     "Give me three ideas for a rainy afternoon.",
 )
 DTYPES = ("bfloat16", "float16", "float32")
-ENGINE_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the counters live in the process of the engine
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",  # the model is a local directory
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 
 @dataclass(frozen=True)
@@ -90,7 +80,7 @@ class Session:
 
     def __init__(self, model: Path, dtype: str, compiled: bool) -> None:
         require_vllm()
-        os.environ.update(ENGINE_ENVIRONMENT)
+        os.environ.update({**ENGINE_ENVIRONMENT, MULTIPROCESSING: "0"})  # the counters live in the engine's process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         self.model, self.dtype, self.compiled = model, dtype, compiled
         begin = time.perf_counter()
@@ -109,6 +99,8 @@ class Session:
         """Answers `prompts`, each a chat of its own, greedily and in one batch."""
         from vllm import SamplingParams
 
+        from vllm_fl.diagnostics.versions import versions
+
         begin = time.perf_counter()
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
         outputs = self._llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=max_tokens), use_tqdm=False)
@@ -120,7 +112,7 @@ class Session:
             compiled=self.compiled,
             platform=self._choice.plugin.name if self._choice.plugin else "vLLM's own",
             platform_reason=self._choice.reason,
-            versions=_versions(),
+            versions=versions(),
             answers=tuple(Answer(prompt, best.text.strip(), len(best.token_ids)) for prompt, best in pairs),
             operators=self._operators(),
             start_s=self._start_s,
@@ -166,75 +158,7 @@ def _start(model: Path, dtype: str, compiled: bool, choice: PlatformChoice) -> A
         raise start_failure(error) from error
 
 
-def start_failure(error: Exception) -> CommandError:
-    """What the user gets for whatever vLLM raised: its type and first line; the traceback is printed, for the log."""
-    traceback.print_exc()
-    lines = [type(error).__name__, *str(error).strip().splitlines()[:1]]
-    return CommandError(f"The engine did not start: {': '.join(lines)}", _start_remedy())
-
-
 def _platform_remedy(choice: PlatformChoice) -> str:
     rejected = "; ".join(f"{name}: {reason}" for name, reason in choice.rejected)
     hint = f"The installed backends say: {rejected}. " if rejected else "Install a backend, such as vllm-fl-reference. "
-    return hint + _variables_remedy()
-
-
-def _start_remedy() -> str:
-    return f"{_variables_remedy()}Run again with --verbose to see what vLLM says."
-
-
-def _variables_remedy() -> str:
-    """Names the variables that keep a platform out, if any is set."""
-    names = ("VLLM_PLUGINS", "VLLM_FL_PREFER_ENABLED", "VLLM_TARGET_DEVICE", "VLLM_FL_PLATFORM", "VLLM_FL_CONFIG")
-    present = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
-    return f"These variables are set and may be the reason: {', '.join(present)}. " if present else ""
-
-
-def require_vllm() -> None:
-    """Raises CommandError where torch or vLLM is not installed."""
-    for module in ("torch", "vllm"):
-        if find_spec(module) is None:
-            raise CommandError(
-                f"The package {module} is not installed.",
-                "On a clone, `make quickstart` makes an environment that has it; elsewhere install it first.",
-                Exit.MISSING,
-            )
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for name in ("vllm-fl-core", "vllm-fl-reference", "vllm", "torch", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-@contextmanager
-def output_to(log: Path | None) -> Iterator[None]:
-    """Sends everything that this process and its libraries print to `log`, or all of it to standard error if None.
-
-    It works below Python's streams, so it catches compiled code too. Who wants to write to the terminal meanwhile needs
-    a duplicate of the descriptor made before.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    saved = os.dup(1), os.dup(2)
-    try:
-        if log is None:
-            os.dup2(2, 1)
-        else:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("wb") as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for number, copy in enumerate(saved, start=1):
-            os.dup2(copy, number)
-            os.close(copy)
+    return hint + variables_remedy()

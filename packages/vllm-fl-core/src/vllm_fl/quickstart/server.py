@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from vllm_fl.cli.exits import CommandError, Exit
-from vllm_fl.quickstart.engine import ENGINE_ENVIRONMENT
+from vllm_fl.engines import ENGINE_ENVIRONMENT
+from vllm_fl.errors import CommandError, Exit
 
 HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
@@ -79,12 +79,15 @@ class Server:
         command += ["--host", HOST, "--port", str(port), "--dtype", dtype, "--max-model-len", "2048"]
         command += ["--max-num-seqs", "32", "--kv-cache-memory-bytes", str(512 << 20)]
         command += [] if compiled else ["--enforce-eager"]
-        shared = {key: value for key, value in ENGINE_ENVIRONMENT.items() if key != "VLLM_ENABLE_V1_MULTIPROCESSING"}
         with _output(log) as output:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, **shared},
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **ENGINE_ENVIRONMENT},
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def wait_until_healthy(self, limit_s: float = START_LIMIT_S) -> None:
         """Returns when the server answers.

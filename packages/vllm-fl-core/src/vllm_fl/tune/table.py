@@ -9,13 +9,17 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from vllm_fl.dispatch.parameters import ParameterPath, flat, problem_with
 from vllm_fl.errors import ConfigError, did_you_mean
 from vllm_fl.logging import get_logger
+
+if TYPE_CHECKING:
+    from vllm_fl.config import Settings
 
 TUNED_ENV = "VLLM_FL_TUNED"
 AUTO = "auto"
@@ -33,6 +37,8 @@ _SHAPE = (
     "vocab_size",
 )
 _NO_BACKENDS = ("Python", "numpy", "transformers")
+#: The layers of the configuration that win over the table.
+_USER = ("file", "environment")
 
 
 @dataclass(frozen=True)
@@ -43,16 +49,18 @@ class Entry:
         key: as of :func:`key_of`.
         op_backends: operator to tokens, as in a configuration file.
         ratio: cost of the baseline / that of this mix.
+        parameters: operator to implementation to parameters, as in a configuration file.
     """
 
     key: Mapping[str, Any]
     op_backends: Mapping[str, Sequence[str]]
     ratio: float
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
 def table_directory() -> Path:
     """Where the entries are, a file each."""
-    from vllm_fl.quickstart.cache import cache_dir
+    from vllm_fl.cache import cache_dir
 
     return cache_dir() / "tuned"
 
@@ -83,6 +91,7 @@ def store(entry: Entry, directory: Path | None = None) -> Path:
     path = folder / f"{entry.key['architecture']}-{digest}.json"
     partial = path.with_suffix(f".{os.getpid()}")
     plain = {"key": entry.key, "op_backends": dict(entry.op_backends), "ratio": entry.ratio}
+    plain["parameters"] = dict(entry.parameters)
     partial.write_text(json.dumps(plain, indent=2), encoding="utf-8")
     partial.replace(path)
     return path
@@ -105,8 +114,8 @@ def look_up(key: Mapping[str, Any], directory: Path | None = None) -> tuple[Entr
 def use_tuned(vllm_config: Any) -> None:
     """Select by the table's entry for this model, if ``VLLM_FL_TUNED`` asks for it.
 
-    What the user's own file or environment orders for an operator wins; operators and implementations that are not
-    there (any more) are left out, with a warning.
+    What the user's own file or environment says of an operator or a parameter wins; operators, implementations and
+    values that are not there (any more) are left out, with a warning.
 
     Raises:
         ConfigError: the variable has another value than auto, or the table is broken.
@@ -133,12 +142,33 @@ def use_tuned(vllm_config: Any) -> None:
 
 def _apply(entry: Entry) -> None:
     from vllm_fl.config import get_settings
-    from vllm_fl.dispatch import get_default_manager, get_policy, set_global_policy
+    from vllm_fl.dispatch import get_policy, set_global_policy
 
-    settings, registry, policy = get_settings(), get_default_manager().registry, get_policy()
+    settings, policy = get_settings(), get_policy()
     place = f"the table of {TUNED_ENV}"
-    orders = {op: order for op, order in policy.per_op_order if policy.origin(f"op_backends.{op}") != place}
-    origins = dict(policy.origins)
+    orders, parameters = dict(_usable_orders(entry, settings)), dict(_usable_parameters(entry, settings))
+    tuned = {path[:3] for path in parameters}
+    kept_orders = {op: order for op, order in policy.per_op_order if policy.origin(f"op_backends.{op}") != place}
+    kept_parameters = {
+        path: text
+        for path, text in policy.parameters
+        if policy.origin(f"parameters.{path}") != place and path[:3] not in tuned
+    }
+    items = [*(f"op_backends.{op}" for op in orders), *(f"parameters.{path}" for path in parameters)]
+    set_global_policy(
+        replace(
+            policy,
+            per_op_order=tuple(sorted({**kept_orders, **orders}.items())),
+            parameters=tuple(sorted({**kept_parameters, **parameters}.items())),
+            origins=MappingProxyType({**policy.origins, **dict.fromkeys(items, place)}),
+        )
+    )
+
+
+def _usable_orders(entry: Entry, settings: Settings) -> Iterator[tuple[str, tuple[str, ...]]]:
+    from vllm_fl.dispatch import get_default_manager
+
+    registry = get_default_manager().registry
     for operator, tokens in entry.op_backends.items():
         known = {f"impl:{impl.impl_id}" for impl in registry.get_implementations(operator)}
         usable = tuple(token for token in tokens if token in known or not token.startswith("impl:"))
@@ -147,16 +177,28 @@ def _apply(entry: Entry) -> None:
             get_logger(__name__).warning(text, TUNED_ENV, tokens[0], operator)
             continue
         layer = settings.origin("op_backends", operator).layer if operator in settings.op_backends else ""
-        if layer not in ("file", "environment"):
-            orders[operator] = usable
-            origins[f"op_backends.{operator}"] = place
-    set_global_policy(replace(policy, per_op_order=tuple(sorted(orders.items())), origins=MappingProxyType(origins)))
+        if layer not in _USER:
+            yield operator, usable
+
+
+def _usable_parameters(entry: Entry, settings: Settings) -> Iterator[tuple[ParameterPath, str]]:
+    from vllm_fl.dispatch import get_default_manager
+
+    registry = get_default_manager().registry
+    by_user = {path[:3] for path in settings.parameters if settings.origin("parameters", path).layer in _USER}
+    for path, text in flat(entry.parameters).items():
+        impl = registry.get_implementation(path.operator, path.implementation)
+        wrong = problem_with(impl, path, text) if impl is not None else ""
+        if wrong:
+            get_logger(__name__).warning("%s: %s: %s; it is not tuned", TUNED_ENV, path, wrong)
+        elif impl is not None and path[:3] not in by_user:
+            yield path, text
 
 
 def _read(path: Path) -> Entry:
     try:
         plain = json.loads(path.read_text(encoding="utf-8"))
-        return Entry(plain["key"], plain["op_backends"], plain["ratio"])
+        return Entry(plain["key"], plain["op_backends"], plain["ratio"], plain.get("parameters", {}))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no entry of the table of {TUNED_ENV} ({error}); remove it") from None
 

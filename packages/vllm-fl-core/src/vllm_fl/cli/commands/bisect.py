@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
 
-from vllm_fl.cli.exits import Exit, logged, user_errors
+from vllm_fl.cli.exits import user_errors
+from vllm_fl.cli.models import run_model
 from vllm_fl.cli.output import examples, print_json
+from vllm_fl.errors import Exit
 
 
 def register(app: typer.Typer) -> None:
@@ -39,29 +40,23 @@ def bisect(
     with user_errors(as_json):
         from vllm_fl.cli.commands.compare import LOG, show_comparison
         from vllm_fl.compare import bisect_model
-        from vllm_fl.engines import Workload, engine_arguments, model_directory
+        from vllm_fl.engines import Workload
         from vllm_fl.policies import parse_policy
-        from vllm_fl.quickstart.engine import output_to
-        from vllm_fl.quickstart.progress import Reporter
 
-        log = None if verbose else LOG
         good, bad = parse_policy(a, "--a"), parse_policy(b, "--b")
-        with os.fdopen(os.dup(2), "w", buffering=1) as terminal:
-            reporter = Reporter(terminal, live=not verbose)
-            directory = model_directory(model, reporter)
-            with logged(log), output_to(log):
-                with reporter.step("Load vLLM"):
-                    arguments = engine_arguments(directory, context.args)
-                with reporter.step(f"Bisect {model}") as step:
-                    found = bisect_model(
-                        directory,
-                        good,
-                        bad,
-                        names=(a, b),
-                        workload=Workload(requests, input_len, output_len),
-                        arguments=arguments,
-                        progress=lambda text: step.update(0, text=f"Bisect {model}: {text}"),
-                    )
+        with (
+            run_model(model, context.args, None if verbose else LOG) as running,
+            running.reporter.step(f"Bisect {model}") as step,
+        ):
+            found = bisect_model(
+                running.directory,
+                good,
+                bad,
+                names=(a, b),
+                workload=Workload(requests, input_len, output_len),
+                arguments=running.arguments,
+                progress=lambda text: step.update(0, text=f"Bisect {model}: {text}"),
+            )
         if as_json:
             print_json(found.as_dict())
         elif not found.culprits:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_fl.cli.exits import CommandError, Exit, logged, user_errors
+from vllm_fl.cli.exits import user_errors
+from vllm_fl.cli.models import run_model
 from vllm_fl.cli.output import console, examples, print_json, table
+from vllm_fl.errors import CommandError, Exit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,7 +121,7 @@ def _operator(name: str, dtypes: Sequence[str], device: str, tokens: int, as_jso
         raise CommandError(f"No such option: {extra[0]}.", "vLLM's options are for models.", Exit.USAGE)
     from vllm_fl.compare import compare_operator
     from vllm_fl.diagnostics.arguments import parse_dtype
-    from vllm_fl.quickstart.progress import Reporter
+    from vllm_fl.progress import Reporter
 
     with Reporter(silent=as_json).step(f"Compare {name}") as step:
         results = compare_operator(
@@ -200,27 +201,25 @@ def _model(
     verbose: bool,
 ) -> Comparison:
     from vllm_fl.compare import compare_model
-    from vllm_fl.engines import engine_arguments, model_directory
     from vllm_fl.policies import parse_policy
-    from vllm_fl.quickstart.engine import output_to
-    from vllm_fl.quickstart.progress import Reporter
 
     first, second = policies
     if first is None or second is None:
         raise CommandError("A model is compared under two policies.", "Give both --a and --b.", Exit.USAGE)
-    log = None if verbose else LOG
-    with os.fdopen(os.dup(2), "w", buffering=1) as terminal:
-        reporter = Reporter(terminal, live=not verbose)
-        chosen = parse_policy(first, "--a"), parse_policy(second, "--b")
-        directory = model_directory(model, reporter)
-        with logged(log), output_to(log):
-            with reporter.step("Load vLLM"):
-                arguments = engine_arguments(directory, extra)
-            with reporter.step(f"Compare {first} with {second} in {model}"):
-                return compare_model(
-                    directory, *chosen, names=(first, second), workload=work, arguments=arguments, filters=filters,
-                    dumps=dump,
-                )  # fmt: skip
+    chosen = parse_policy(first, "--a"), parse_policy(second, "--b")
+    with (
+        run_model(model, extra, None if verbose else LOG) as running,
+        running.reporter.step(f"Compare {first} with {second} in {model}"),
+    ):
+        return compare_model(
+            running.directory,
+            *chosen,
+            names=(first, second),
+            workload=work,
+            arguments=running.arguments,
+            filters=filters,
+            dumps=dump,
+        )
 
 
 def show_comparison(found: Comparison) -> None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_fl.cli.exits import Exit, user_errors
+from vllm_fl.cli.exits import user_errors
 from vllm_fl.cli.output import console, examples, print_json, table
+from vllm_fl.errors import Exit
 
 if TYPE_CHECKING:
     from vllm_fl.config import Problem, SettingRow
@@ -82,7 +83,7 @@ def _key(row: SettingRow) -> str:
 
 def _shown(row: SettingRow) -> str:
     if row.item is not None:
-        return " | ".join(row.value) if isinstance(row.value, tuple) else "listed"
+        return " | ".join(row.value) if isinstance(row.value, tuple) else "listed" if row.value is True else row.value
     if row.value == ():
         return "empty"
     if row.value is None:

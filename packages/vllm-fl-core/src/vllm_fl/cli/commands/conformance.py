@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from vllm_fl.cli.exits import CommandError, Exit, user_errors
+from vllm_fl.cli.exits import user_errors
 from vllm_fl.cli.output import console, examples, print_json
+from vllm_fl.errors import CommandError, Exit
 
 
 def register(app: typer.Typer) -> None:
@@ -64,7 +65,7 @@ def conformance(
     Results are compared with those of the reference distribution in float64. The last line is a badge for a README.
     """
     with user_errors(as_json):
-        from vllm_fl.quickstart.progress import Reporter
+        from vllm_fl.progress import Reporter
         from vllm_fl.testing import AllowList, Options, find_bundles, run
         from vllm_fl.testing.rendering import badge, show, write_junit
 

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_fl.cli.exits import CommandError, Exit, user_errors
+from vllm_fl.cli.exits import user_errors
 from vllm_fl.cli.output import console, examples, print_json, table
+from vllm_fl.errors import CommandError, Exit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 _OVERVIEW = ("operator", "implementation", "why", "set by", "candidates")
 _CANDIDATES = ("order", "implementation", "kind", "priority", "why", "set by")
+_PARAMETERS = ("implementation", "parameter", "value", "default", "allowed", "set by")
 
 
 def _operators(incomplete: str) -> list[str]:
@@ -134,6 +136,13 @@ def _show(documents: Iterable[Mapping[str, Any]], whole: bool) -> None:
             out.print(f"  {name}: {text}", markup=False)
         lines = [_candidate(index, candidate) for index, candidate in enumerate(document["candidates"], 1)]
         out.print(table("Candidates", _CANDIDATES, lines, right=("order", "priority")))
+        parameters = [
+            (c["implementation"], p["name"], p["value"], p["default"], ", ".join(p["allowed"]), p["origin"])
+            for c in document["candidates"]
+            for p in c.get("parameters", ())  # processes of an older release have none
+        ]
+        if parameters:
+            out.print(table("Parameters", _PARAMETERS, parameters))
 
 
 def _candidate(index: int, candidate: Mapping[str, Any]) -> list[str]:

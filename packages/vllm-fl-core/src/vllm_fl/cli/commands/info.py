@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vllm_fl.cli.exits import Exit, user_errors
+from vllm_fl.cli.exits import user_errors
 from vllm_fl.cli.output import console, examples, print_json, table
+from vllm_fl.errors import Exit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,7 +42,7 @@ def info(
             _live(live, as_json)
             return
         from vllm_fl.diagnostics import collect_info
-        from vllm_fl.quickstart.progress import Reporter
+        from vllm_fl.progress import Reporter
 
         with Reporter(silent=as_json).step("Look at what is installed"):
             found = collect_info()

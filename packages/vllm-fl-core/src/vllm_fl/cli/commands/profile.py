@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_fl.cli.exits import logged, user_errors
+from vllm_fl.cli.exits import user_errors
+from vllm_fl.cli.models import run_model
 from vllm_fl.cli.output import console, examples, print_json, table
 
 if TYPE_CHECKING:
@@ -78,32 +78,23 @@ def profile(
 def _run(
     model: str, names: dict[str, str], work: Any, out: Path, extra: Sequence[str], verbose: bool
 ) -> list[ProfileReport]:
-    from vllm_fl.engines import engine_arguments, model_directory
     from vllm_fl.policies import parse_policy
     from vllm_fl.profile import profile_model
-    from vllm_fl.quickstart.engine import output_to
-    from vllm_fl.quickstart.progress import Reporter
 
     policies = {option: parse_policy(text, option) for option, text in names.items()}
-    log = None if verbose else out / "vllm.log"
-    with os.fdopen(os.dup(2), "w", buffering=1) as terminal:
-        reporter = Reporter(terminal, live=not verbose)
-        directory = model_directory(model, reporter)
-        reports = []
-        with logged(log), output_to(log):
-            with reporter.step("Load vLLM"):
-                arguments = engine_arguments(directory, extra)
-            for option, chosen in policies.items():
-                with reporter.step(f"Profile {model} with policy {names[option]}"):
-                    report = profile_model(
-                        directory,
-                        policy=chosen,
-                        policy_name=names[option],
-                        workload=work,
-                        arguments=arguments,
-                        directory=out if len(policies) == 1 else out / option.strip("-"),
-                    )
-                reports.append(report)
+    reports = []
+    with run_model(model, extra, None if verbose else out / "vllm.log") as running:
+        for option, chosen in policies.items():
+            with running.reporter.step(f"Profile {model} with policy {names[option]}"):
+                report = profile_model(
+                    running.directory,
+                    policy=chosen,
+                    policy_name=names[option],
+                    workload=work,
+                    arguments=running.arguments,
+                    directory=out if len(policies) == 1 else out / option.strip("-"),
+                )
+            reports.append(report)
     return reports
 
 

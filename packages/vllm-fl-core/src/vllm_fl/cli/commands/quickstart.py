@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from vllm_fl.cli.exits import CommandError, Exit, logged, user_errors
+from vllm_fl.cli.exits import logged, user_errors
+from vllm_fl.errors import CommandError, Exit
 
 if TYPE_CHECKING:
-    from vllm_fl.quickstart.progress import Reporter
+    from vllm_fl.progress import Reporter
 
 
 class Dtype(str, Enum):
@@ -84,12 +85,12 @@ class _Choice:
     verbose: bool
 
     def log(self, name: str) -> Path | None:
-        from vllm_fl.quickstart.cache import cache_dir
+        from vllm_fl.cache import cache_dir
 
         return None if self.verbose else cache_dir() / "logs" / f"{name}.log"
 
     def reporter(self, stream: TextIO | None = None) -> Reporter:
-        from vllm_fl.quickstart.progress import Reporter
+        from vllm_fl.progress import Reporter
 
         return Reporter(stream, live=not self.verbose)
 
@@ -98,7 +99,8 @@ class _Choice:
 
 
 def _answer(choice: _Choice, prompts: list[str] | None, max_tokens: int) -> None:
-    from vllm_fl.quickstart.engine import PROMPTS, Session, output_to, require_vllm
+    from vllm_fl.engines import output_to, require_vllm
+    from vllm_fl.quickstart.engine import PROMPTS, Session
     from vllm_fl.quickstart.model import prepare_model
 
     require_vllm()
@@ -126,7 +128,8 @@ def _answer(choice: _Choice, prompts: list[str] | None, max_tokens: int) -> None
 
 
 def _serve(choice: _Choice, port: int | None, prompts: list[str] | None) -> None:
-    from vllm_fl.quickstart.engine import PROMPTS, require_vllm
+    from vllm_fl.engines import require_vllm
+    from vllm_fl.quickstart.engine import PROMPTS
     from vllm_fl.quickstart.model import MODEL_NAME, prepare_model
     from vllm_fl.quickstart.server import Server, choose_port, curl_line, interrupted_by_signals
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vllm_fl.cli.exits import CommandError, Exit, logged, user_errors
+from vllm_fl.cli.exits import user_errors
+from vllm_fl.cli.models import run_model
 from vllm_fl.cli.output import console, examples, print_json, table
-from vllm_fl.errors import did_you_mean
+from vllm_fl.errors import CommandError, Exit, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from vllm_fl.quickstart.progress import Step
+    from vllm_fl.progress import Step
     from vllm_fl.tune import Options, Progress, TuneReport
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -27,9 +27,9 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 def register(app: typer.Typer) -> None:
     """Adds the command to `app`."""
     lines = (
-        "tune Qwen/Qwen3-4B --budget 20m --enforce-eager",
-        "tune Qwen/Qwen3-4B --requests 64 --input-len 512 --output-len 64 --objective tpot --enforce-eager",
-        "tune Qwen/Qwen3-4B --resume --budget 1h --enforce-eager",
+        "tune Qwen/Qwen3-4B --budget 20m",
+        "tune Qwen/Qwen3-4B --requests 64 --input-len 512 --output-len 64 --objective tpot",
+        "tune Qwen/Qwen3-4B --resume --budget 1h",
     )
     settings = {"allow_extra_args": True, "ignore_unknown_options": True}
     app.command(context_settings=settings, epilog=examples(*lines))(tune)
@@ -105,29 +105,22 @@ def tune(
 def _run(
     model: str, policy: str, work: Any, options: Options, out: Path, extra: Sequence[str], verbose: bool
 ) -> TuneReport:
-    from vllm_fl.engines import engine_arguments, model_directory
     from vllm_fl.policies import parse_policy
-    from vllm_fl.quickstart.engine import output_to
-    from vllm_fl.quickstart.progress import Reporter
     from vllm_fl.tune import tune_model
 
     chosen = parse_policy(policy, "--policy")
-    log = None if verbose else out / "vllm.log"
-    with os.fdopen(os.dup(2), "w", buffering=1) as terminal:
-        reporter = Reporter(terminal, live=not verbose)
-        directory = model_directory(model, reporter)
-        with logged(log), output_to(log):
-            with reporter.step("Load vLLM"):
-                arguments = engine_arguments(directory, extra)
-            with reporter.step(f"Tune {model}") as step:
-                return tune_model(
-                    directory,
-                    policy=chosen,
-                    workload=work,
-                    arguments=arguments,
-                    options=options,
-                    on_progress=_shown_in(step),
-                )
+    with (
+        run_model(model, extra, None if verbose else out / "vllm.log") as running,
+        running.reporter.step(f"Tune {model}") as step,
+    ):
+        return tune_model(
+            running.directory,
+            policy=chosen,
+            workload=work,
+            arguments=running.arguments,
+            options=options,
+            on_progress=_shown_in(step),
+        )
 
 
 def _shown_in(step: Step) -> Callable[[Progress], None]:
