@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from vllm_fl_reference.lazy_zeros import LazyZeros
+from vllm_fl_reference.lazy_zeros import LazyZeros, release_pages
 
 MIB = 1 << 20
 
@@ -52,3 +52,19 @@ def test_other_functions_and_devices_are_left_alone() -> None:
         assert torch.ones(3).sum() == 3
         assert torch.zeros(3, device="meta").device.type == "meta"
         assert torch.zeros(3, requires_grad=True).requires_grad
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux for the resident memory")
+@pytest.mark.parametrize("lazy", [True, False])
+def test_pages_are_given_back_once_for_all_views(lazy: bool) -> None:
+    with LazyZeros(minimum=0 if lazy else 1 << 40):
+        tensor = torch.zeros(256 * MIB, dtype=torch.int8)
+    tensor.fill_(1)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    freed = release_pages([tensor[10:20], tensor.view(torch.int32), torch.ones(3)])
+    assert 255 * MIB < freed <= 256 * MIB
+    assert before - process.memory_info().rss > 200 * MIB
+    assert tensor[4096:-4096].count_nonzero() == 0
+    tensor[12345] = 7
+    assert tensor[12345] == 7

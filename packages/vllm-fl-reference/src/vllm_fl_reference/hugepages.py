@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vllm_fl.logging import get_logger
 
-__all__ = ["use_huge_pages"]
+__all__ = ["advise", "use_huge_pages"]
 
 _PAGE = 2 << 20
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # <linux/mman.h>; the second since Linux 6.1
@@ -31,15 +31,20 @@ def use_huge_pages(minimum: int = 8 << 20) -> int:
     """
     if not sys.platform.startswith("linux"):
         return 0
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     size = 0
     for start, length in _large_mappings(minimum):
-        if madvise(start, length, _MADV_HUGEPAGE) == 0:
-            madvise(start, length, _MADV_COLLAPSE)
+        if advise(start, length, _MADV_HUGEPAGE):
+            advise(start, length, _MADV_COLLAPSE)
             size += length
     get_logger(__name__).debug("asked for large pages under %d MiB", size >> 20)
     return size
+
+
+def advise(start: int, length: int, advice: int) -> bool:
+    """``madvise(2)`` on whole pages; whether the system took the advice."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return bool(madvise(start, length, advice) == 0)
 
 
 def _large_mappings(minimum: int) -> list[tuple[int, int]]:

@@ -1,19 +1,25 @@
 """Large zeros that take memory when they are written, not when they are made.
 
 PyTorch writes the zeros of a new tensor, a second and more a GiB, and a KV cache is gigabytes of which a short run uses
-little. The system hands out zeroed pages by itself.
+little. The system hands out zeroed pages by itself, and takes them back.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["LazyZeros"]
+from .hugepages import advise
+
+__all__ = ["LazyZeros", "release_pages"]
+
+_MADV_DONTNEED = 4  # <linux/mman.h>
 
 
 class LazyZeros(TorchFunctionMode):
@@ -38,3 +44,21 @@ class LazyZeros(TorchFunctionMode):
                 memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
         return func(*args, **kwargs)
+
+
+def release_pages(tensors: Iterable[Tensor]) -> int:
+    """Give the memory under CPU tensors back to the system (Linux only); their whole pages read as zeros afterwards.
+
+    Returns:
+        Bytes that were given back, whether or not they had been written.
+    """
+    if not sys.platform.startswith("linux"):
+        return 0
+    size = 0
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    for address, storage in storages.items():
+        start, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, address + storage.nbytes()
+        length = (end - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        if length > 0 and advise(start, length, _MADV_DONTNEED):
+            size += length
+    return size

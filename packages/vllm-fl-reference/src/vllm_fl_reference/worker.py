@@ -13,7 +13,7 @@ from vllm_fl.integration.worker import FLWorkerMixin
 from vllm_fl.logging import get_logger
 
 from .hugepages import use_huge_pages
-from .lazy_zeros import LazyZeros
+from .lazy_zeros import LazyZeros, release_pages
 from .linear import pack_linear_layers
 from .platform import GIB, ReferencePlatform
 
@@ -58,6 +58,19 @@ class ReferenceWorker(FLWorkerMixin, CPUWorker):
         with LazyZeros():  # the KV cache
             return super().initialize_from_config(*args, **kwargs)
 
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of the KV cache back to the system.
+
+        Level 1 keeps the weights in the host's memory, where they are; level 2 would drop them, and keeps them, too.
+        """
+        log = get_logger(__name__)
+        if level > 1:
+            log.warning("sleep level %d: the weights stay in memory; only the KV cache is given back", level)
+        log.info("asleep: %s of KV cache given back", _shown(release_pages(_tensors(self.model_runner.kv_caches))))
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Nothing to do: the pages of the KV cache come back when they are written."""
+
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache of this worker."""
         if not _is_automatic(self.cache_config):
@@ -84,6 +97,15 @@ class ReferenceWorker(FLWorkerMixin, CPUWorker):
         """What one sequence of full length takes, and a block more."""
         specs = self.get_kv_cache_spec().values()
         return sum(int(spec.max_memory_usage_bytes(self.vllm_config) + spec.page_size_bytes) for spec in specs)
+
+
+def _tensors(caches: Any) -> Iterator[torch.Tensor]:
+    """Those of all layers, of which some (gated delta nets) have several."""
+    for cache in caches:
+        if isinstance(cache, torch.Tensor):
+            yield cache
+        else:
+            yield from _tensors(cache)
 
 
 def _shown(size: int) -> str:
