@@ -197,12 +197,25 @@ def test_supported_versions(site: Any, version: str) -> None:
     assert vllm_version_warning() is None
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "0.34.0.dev7+g123", "1.0"])
-def test_versions_outside_the_range(site: Any, version: str) -> None:
+RECURRENT = "models with a recurrent state, such as Qwen3-Next, where Triton is missing"
+
+
+@pytest.mark.parametrize(
+    ("version", "breaks"),
+    [
+        ("0.20.2", "no engine starts (the layer MoERunner cannot be replaced)"),
+        ("0.22.1", RECURRENT),
+        ("0.24.0", f"{RECURRENT}; gpt-oss (its expert weights are not found)"),
+        ("0.24.1rc1", f"{RECURRENT}; gpt-oss (its expert weights are not found)"),
+        *((version, "nothing so far") for version in ("0.25.1", "0.34.0", "0.34.0.dev7+g123", "1.0")),
+    ],
+)
+def test_versions_outside_the_range(site: Any, version: str, breaks: str) -> None:
     vllm(site, version)
     assert vllm_version_warning() == (
-        f"vLLM {version} is outside the range that vllm-fl-core {__version__} supports: 0.26 to 0.33. It continues, "
-        "but may fail or give wrong results. Install a supported version: pip install 'vllm>=0.26,<0.34'"
+        f"vLLM {version} is outside the range that vllm-fl-core {__version__} supports: 0.26 to 0.33. Known to break: "
+        f"{breaks}. It continues, but may fail or give wrong results. Install a supported version: "
+        "pip install 'vllm>=0.26,<0.34'"
     )
 
 
@@ -210,8 +223,8 @@ def test_version_that_cannot_be_read(site: Any) -> None:
     vllm(site, "dev")
     assert vllm_version_warning() == (
         f"vLLM dev is outside the range that vllm-fl-core {__version__} supports (its version cannot be read): 0.26 to "
-        "0.33. It continues, but may fail or give wrong results. Install a supported version: "
-        "pip install 'vllm>=0.26,<0.34'"
+        "0.33. Known to break: nothing so far. It continues, but may fail or give wrong results. "
+        "Install a supported version: pip install 'vllm>=0.26,<0.34'"
     )
 
 

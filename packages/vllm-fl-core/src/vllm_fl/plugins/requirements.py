@@ -9,6 +9,14 @@ from vllm_fl.version import __version__
 #: First and last supported minor version of vLLM, both included.
 SUPPORTED_VLLM = ((0, 26), (0, 33))
 
+#: What breaks on which vLLM outside the range, as far as models of the compatibility matrix have been run there (0.20.2
+#: to 0.25.1, on the CPU). The warning at start says it.
+KNOWN_TO_BREAK = (
+    ("<0.22", "no engine starts (the layer MoERunner cannot be replaced)"),
+    (">=0.22,<0.25", "models with a recurrent state, such as Qwen3-Next, where Triton is missing"),
+    (">=0.24,<0.25", "gpt-oss (its expert weights are not found)"),
+)
+
 
 def requirement_problem(text: str) -> str | None:
     """Why the PEP 508 requirement `text` is not met here, with the remedy; None if it is met or does not apply."""
@@ -57,9 +65,21 @@ def vllm_version_warning() -> str | None:
     above = (high[0], high[1] + 1)
     return (
         f"vLLM {installed} is outside the range that vllm-fl-core {__version__} supports{tail}: "
-        f"{_dotted(low)} to {_dotted(high)}. It continues, but may fail or give wrong results. "
+        f"{_dotted(low)} to {_dotted(high)}. Known to break: {known_to_break(installed) or 'nothing so far'}. "
+        f"It continues, but may fail or give wrong results. "
         f"Install a supported version: pip install 'vllm>={_dotted(low)},<{_dotted(above)}'"
     )
+
+
+def known_to_break(installed: str) -> str:
+    """The entries of :data:`KNOWN_TO_BREAK` for this version of vLLM; empty if there is none, or it cannot be read."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion
+
+    try:
+        return "; ".join(what for where, what in KNOWN_TO_BREAK if SpecifierSet(where).contains(installed, True))
+    except InvalidVersion:
+        return ""
 
 
 def _dotted(release: tuple[int, int]) -> str:
