@@ -32,7 +32,7 @@ def make_config(**changes: Any) -> Any:
         part, _, key = name.partition("__")
         parts[part][key] = value
     spaces = {f"{name}_config": SimpleNamespace(**values) for name, values in parts.items()}
-    return SimpleNamespace(**spaces, model_config=None, additional_config={})
+    return SimpleNamespace(**spaces, model_config=None, lora_config=None, additional_config={})
 
 
 def test_what_it_is(platform: Any) -> None:

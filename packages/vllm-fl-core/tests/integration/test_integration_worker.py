@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm.config import CompilationMode, CUDAGraphMode
 
-from vllm_fl.dispatch import bind, get_default_manager, reset_default_manager, set_global_policy
+from vllm_fl.dispatch import bind, get_default_manager, oplist, reset_default_manager, set_global_policy
 from vllm_fl.dispatch.policy import SelectionPolicy
 from vllm_fl.errors import FrozenError
 from vllm_fl.integration.platform import FINGERPRINT_KEY
@@ -20,7 +20,11 @@ from vllm_fl.integration.worker import FLWorkerMixin
 class PlainWorker:
     def __init__(self, mode: Any, cudagraph_mode: Any = CUDAGraphMode.NONE) -> None:
         compilation = SimpleNamespace(mode=mode, cudagraph_mode=cudagraph_mode)
-        self.vllm_config = SimpleNamespace(compilation_config=compilation, additional_config={})
+        parallel = SimpleNamespace(data_parallel_rank=1, world_size=4)
+        self.vllm_config = SimpleNamespace(
+            compilation_config=compilation, parallel_config=parallel, additional_config={}
+        )
+        self.rank = 2
         self.log: list[str] = []
 
     def load_model(self, *, load_dummy_weights: bool = False) -> str:
@@ -39,7 +43,8 @@ class Worker(FLWorkerMixin, PlainWorker):
 
 
 @pytest.fixture(autouse=True)
-def thawed() -> Iterator[None]:
+def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(oplist, "_rank", None)
     yield
     gc.collect()
     reset_default_manager()
@@ -53,6 +58,11 @@ def start(worker: Worker) -> Worker:
 
 def test_the_selection_is_stamped_before_the_model_is_loaded() -> None:
     assert start(Worker(CompilationMode.NONE)).log == ["load True"]
+
+
+def test_logs_and_traces_are_those_of_the_rank() -> None:
+    start(Worker(CompilationMode.NONE))
+    assert oplist.current_rank() == 6
 
 
 def test_an_eager_worker_leaves_the_policy_free() -> None:

@@ -13,7 +13,7 @@ from vllm_fl.errors import nearest
 from .document import Location, Raw, dotted
 from .keys import KEYS, shown_default
 from .layer import Layer, typed_layer
-from .problems import Origin, Problem
+from .problems import Problem
 
 PREFIX = "VLLM_FL_"
 
@@ -223,7 +223,3 @@ def _append(text: str) -> dict[str, Raw]:
         raise ValueError(f"{signed[0]!r} is not a plain name; this variable only adds names, without a sign")
     # No name, no key: an empty list would not add nothing, it would replace the list below.
     return {"flagos_blacklist": [f"+{name}" for name in names]} if names else {}
-
-
-def variable_origin(name: str) -> Origin:
-    return Origin("environment", variable_place(name))

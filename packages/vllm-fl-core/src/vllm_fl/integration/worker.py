@@ -9,6 +9,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch.oplist import set_rank
 from vllm_fl.tune.table import use_tuned
 
 from .platform import stamp_selection
@@ -27,10 +28,13 @@ class FLWorkerMixin:
     """
 
     vllm_config: Any
+    rank: int
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         from . import compat, layers
 
+        parallel = self.vllm_config.parallel_config
+        set_rank(parallel.data_parallel_rank * parallel.world_size + self.rank)
         use_tuned(self.vllm_config)
         native_vendor = getattr(current_platform, "native_vendor", None)
         layers.register(native_vendor)
