@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from vllm_fl.errors import CommandError, Exit
+from vllm_fl.tune.space import Dimension
 
 
 def answer(command: str, arguments: tuple[Any, ...]) -> Any:
@@ -17,6 +18,10 @@ def answer(command: str, arguments: tuple[Any, ...]) -> Any:
         return None
     if command == "profile":
         return {"norm": 0.4, "attention_backend": 0.5}
+    if command == "parameters":
+        block = Dimension("block", ("32", "64", "128"), "64")
+        warps = [Dimension(f"warps.{bucket}", ("2", "4"), "4") for bucket in ("decode", "prefill")]
+        return {"norm": {"good": [(block, "128"), *((each, "4") for each in warps)]}}
     if command == "accepted":
         return {
             "norm": ["good", "raises", "hangs", "dies", "memory", "unused", "graphs"],

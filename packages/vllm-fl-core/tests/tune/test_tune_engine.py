@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from vllm_fl.dispatch import SelectionPolicy
+from vllm_fl.dispatch import ParameterPath, SelectionPolicy
 from vllm_fl.engines import Workload
 from vllm_fl.errors import CommandError, Exit
+from vllm_fl.policies import from_plain, to_plain
 from vllm_fl.tune import TrialFailed
 from vllm_fl.tune import engine as module
 from vllm_fl.tune.engine import EngineMeasurer
 
-POLICY = SelectionPolicy(per_op_order=(("gate", ("vendor",)),))
+BLOCK = ParameterPath("norm", "good", "block")
+POLICY = SelectionPolicy(per_op_order=(("gate", ("vendor",)),), parameters=((BLOCK, "128"),))
 
 
 @pytest.fixture
@@ -28,7 +30,28 @@ def measurer(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineMeasurer]:
 
 def test_the_space_leaves_out_what_an_engine_decides_at_its_start(measurer: EngineMeasurer) -> None:
     (operator,) = measurer.space().operators
-    assert (operator.name, operator.share, operator.implementations[0]) == ("norm", 0.4, "good")
+    assert (operator.name, operator.share) == ("norm", 0.4)
+
+
+def test_parameters_begin_with_the_values_of_the_baseline(measurer: EngineMeasurer) -> None:
+    (operator,) = measurer.space().operators
+    assert operator.implementations[:2] == ("good(block=128)", "raises")
+    assert list(operator.neighbours("good(block=128)")) == [
+        "good",
+        "good(block=128, warps.decode=2)",
+        "good(block=128, warps.prefill=2)",
+    ]
+    assert operator.size == 3 * 2 * 2 + 6
+
+
+def test_a_variant_is_a_policy_that_sets_its_parameters(measurer: EngineMeasurer) -> None:
+    policy = measurer.policy_of({"norm": "good(warps.decode=2)"})
+    assert policy.get_per_op_order("norm")[:2] == ["impl:good", "impl:raises"]  # type: ignore[index]
+    warps = ParameterPath("norm", "good", "warps", "decode")
+    assert policy.parameters == ((BLOCK, "64"), (warps, "2"))
+    assert from_plain(to_plain(policy)).parameters == policy.parameters
+    assert measurer.policy_of({"norm": "good(block=128)"}).parameters == POLICY.parameters
+    assert measurer.policy_of({"norm": "dies"}).parameters == POLICY.parameters
 
 
 def test_a_mix_is_a_policy_that_keeps_the_other_orders(measurer: EngineMeasurer) -> None:
@@ -66,7 +89,7 @@ def test_a_failure_ends_the_engine_and_the_next_mix_has_a_new_one(
 
 def test_an_implementation_that_serves_no_call_is_refused(measurer: EngineMeasurer) -> None:
     with pytest.raises(TrialFailed) as caught:
-        measurer.check({"norm": "unused"})
+        measurer.check({"norm": "unused(block=1)"})
     assert str(caught.value) == "not used: unused took none of the calls of norm"
 
 

@@ -15,6 +15,8 @@ from vllm_fl.config import ENVIRONMENT, load_file, reset_settings
 from vllm_fl.dispatch import (
     BackendImplKind,
     OpImpl,
+    Parameter,
+    ParameterPath,
     get_default_manager,
     get_policy,
     reset_default_manager,
@@ -48,7 +50,11 @@ KEY: dict[str, Any] = {
 ORDER = ["impl:vendor.fast", "impl:vendor.slow"]
 
 
-def rms_norm(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
+BLOCK = ParameterPath("rms_norm", "vendor.fast", "block")
+PLACE = "the table of VLLM_FL_TUNED"
+
+
+def rms_norm(x: Any, residual: Any, weight: Any, epsilon: float, *, block: int = 64) -> Any:
     raise AssertionError("nothing is computed here")
 
 
@@ -61,10 +67,9 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(table, "key_of", lambda _: KEY)
     manager = reset_default_manager() or get_default_manager()
     manager.ensure_initialized()
-    for name in ("slow", "fast"):
-        manager.registry.register_impl(
-            OpImpl("rms_norm", f"vendor.{name}", BackendImplKind.VENDOR, rms_norm, vendor=name)
-        )
+    for name, parameters in (("slow", ()), ("fast", (Parameter("block", (64, 128, 256), 64),))):
+        fields: dict[str, Any] = {"vendor": name, "parameters": parameters}
+        manager.registry.register_impl(OpImpl("rms_norm", f"vendor.{name}", BackendImplKind.VENDOR, rms_norm, **fields))
     reset_global_policy()
     yield
     monkeypatch.undo()
@@ -74,9 +79,9 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def report(trials: tuple[Trial, ...] = (), rejected: Any = None) -> TuneReport:
-    mix = {"rms_norm": "vendor.fast"}
+    mix = {"rms_norm": "vendor.fast(block=128)"}
     found = Found(mix, Comparison("better", 0.1, 0.05, 0.15, 30), "trials", History(SPACE, trials), rejected, 12.0)
-    policy = get_policy().derive("test", per_op_order=(("rms_norm", tuple(ORDER)),))
+    policy = get_policy().derive("test", per_op_order=(("rms_norm", tuple(ORDER)),), parameters=((BLOCK, "128"),))
     return TuneReport("m", "throughput", "8 requests", 0.95, SPACE, found, policy, {"rms_norm": 1.0}, KEY, 1)
 
 
@@ -91,6 +96,7 @@ def test_the_policy_file_is_a_configuration_with_the_same_policy(
     path.write_text(report().policy_file())
     settings = load_file(path)
     assert settings.policy() == report().policy
+    assert settings.parameters == {BLOCK: "128"}
     assert settings.comm_timeout == 5.0
     assert settings.prefer == "vendor"
 
@@ -113,8 +119,16 @@ def test_the_report_says_what_is_doubtful() -> None:
     assert json.loads(json.dumps(report((slower,)).as_dict()))["trials"][0]["changed"] == {"rms_norm": "vendor.fast"}
 
 
-def entry(**changed: Any) -> Entry:
-    return Entry({**KEY, **changed}, {"rms_norm": ORDER}, 1.1)
+def entry(parameters: dict[str, Any] | None = None, **changed: Any) -> Entry:
+    return Entry({**KEY, **changed}, {"rms_norm": ORDER}, 1.1, parameters or {})
+
+
+def test_the_table_keeps_orders_and_parameters() -> None:
+    kept = report().entry()
+    assert kept == Entry(KEY, {"rms_norm": ORDER}, kept.ratio, {"rms_norm": {"vendor.fast": {"block": 128}}})
+    assert kept.ratio == pytest.approx(1.105, abs=1e-3)
+    store(kept)
+    assert look_up(KEY) == (kept, [])
 
 
 def test_the_nearest_entry_is_taken_and_its_differences_told() -> None:
@@ -133,7 +147,7 @@ def test_the_nearest_entry_is_taken_and_its_differences_told() -> None:
 
 @pytest.mark.parametrize("name", ["architecture", "shape", "dtype", "device"])
 def test_an_entry_of_something_else_is_not_taken(name: str) -> None:
-    store(entry(**{name: "other"}))
+    store(entry({}, **{name: "other"}))
     assert look_up(KEY) is None
 
 
@@ -148,7 +162,30 @@ def test_auto_selects_by_the_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_FL_TUNED", "auto")
     use_tuned(None)
     assert get_policy().get_per_op_order("rms_norm") == ORDER
-    assert get_policy().origin("op_backends.rms_norm") == "the table of VLLM_FL_TUNED"
+    assert get_policy().origin("op_backends.rms_norm") == PLACE
+
+
+PARAMETERS: dict[str, Any] = {"rms_norm": {"vendor.fast": {"block": 128}}}
+
+
+def test_auto_sets_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    store(entry(PARAMETERS))
+    monkeypatch.setenv("VLLM_FL_TUNED", "auto")
+    for _ in range(2):  # every worker of a process asks
+        use_tuned(None)
+        assert get_policy().parameters == ((BLOCK, "128"),)
+        assert get_policy().origin(f"parameters.{BLOCK}") == PLACE
+
+
+def test_a_parameter_that_the_user_sets_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    store(entry(PARAMETERS))
+    (tmp_path / "own.yaml").write_text("parameters: {rms_norm: {vendor.fast: {block: 256}}}\n")
+    monkeypatch.setenv("VLLM_FL_CONFIG", str(tmp_path / "own.yaml"))
+    monkeypatch.setenv("VLLM_FL_TUNED", "auto")
+    reset_global_policy()
+    use_tuned(None)
+    assert get_policy().parameters == ((BLOCK, "256"),)
+    assert get_policy().get_per_op_order("rms_norm") == ORDER
 
 
 def test_what_the_user_orders_wins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +209,11 @@ WARNINGS = [
         "VLLM_FL_TUNED: impl:gone of operator rms_norm is not installed here; the operator is not tuned",
     ),
     (
+        {"parameters": {"rms_norm": {"vendor.fast": {"block": 100}}}},
+        {"rms_norm": ORDER},
+        "VLLM_FL_TUNED: rms_norm.vendor.fast.block: '100' is not one of 64, 128, 256; it is not tuned",
+    ),
+    (
         {"device": "another chip"},
         {"rms_norm": ORDER},
         "VLLM_FL_TUNED: nothing was tuned for LlamaForCausalLM in bfloat16 on a chip; run `vllm-fl tune MODEL`",
@@ -179,11 +221,15 @@ WARNINGS = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "orders", "warning"), WARNINGS, ids=["versions", "implementation", "device"])
+@pytest.mark.parametrize(
+    ("changed", "orders", "warning"), WARNINGS, ids=["versions", "implementation", "parameter", "device"]
+)
 def test_what_does_not_fit_draws_a_warning(
     changed: dict[str, Any], orders: dict[str, list[str]], warning: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store(Entry({**KEY, **changed}, orders, 1.1))
+    parameters = changed.get("parameters", {})
+    changed = {name: value for name, value in changed.items() if name != "parameters"}
+    store(Entry({**KEY, **changed}, orders, 1.1, parameters))
     monkeypatch.setenv("VLLM_FL_TUNED", "auto")
     said: list[str] = []
     handler = logging.Handler()

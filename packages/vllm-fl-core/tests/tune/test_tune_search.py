@@ -11,15 +11,19 @@ from pathlib import Path
 import optuna
 import pytest
 
+from vllm_fl.dispatch.parameters import parse_variant
 from vllm_fl.errors import ConfigError
 from vllm_fl.tune import (
     BaselineFailedError,
     Budget,
+    Dimension,
+    History,
     Mix,
     Operator,
     Rule,
     SearchSpace,
     Study,
+    Trial,
     TrialFailed,
     search,
     search_space,
@@ -214,9 +218,73 @@ def test_kill_9_loses_the_running_trial_alone(tmp_path: Path, call: int, finishe
     assert [t.changed for t in found.history.trials[:3]] == [{"gate": "slow"}, {"gate": "worst"}, {"norm": "fast"}]
 
 
+BLOCKS = Dimension("block", ("32", "64", "128", "256"), "64")
+MODE = Dimension("mode", ("auto", "narrow", "wide"), "auto")
+TUNABLE = SearchSpace(
+    (
+        Operator("norm", ("slow", "fast(block=128)"), 0.3, {"fast": (BLOCKS, MODE)}),
+        Operator("gate", ("fast", "slow"), 0.5),
+        Operator("tiny", ("fast",), 0.01, {"fast": (BLOCKS,)}),
+    )
+)
+
+
+class Tunable(Steady):
+    """``fast`` is the faster, the larger its block; its mode is of no use."""
+
+    def measure(self, mix: Mix) -> float:
+        impl_id, values = parse_variant(mix["norm"])
+        block = int(values.get("block", "64")) if impl_id == "fast" else 64
+        return super().measure({**mix, "norm": impl_id}) * (1.0 - block / 1000.0)
+
+
+def test_greedy_goes_from_value_to_value_of_the_best_implementation_as_long_as_it_gains() -> None:
+    found = search(Study(TUNABLE, sampler="greedy"), Tunable(), rule=RULE)
+    assert found.mix == {"norm": "fast(block=256)", "gate": "fast", "tiny": "fast"}
+    assert [trial.changed for trial in found.history.trials[:6]] == [
+        {"gate": "slow"},
+        {"norm": "fast(block=128)"},
+        {"norm": "fast(block=256)"},
+        {"norm": "fast(block=256, mode=narrow)"},
+        {"norm": "fast(block=256, mode=wide)"},
+        {"gate": "slow"},  # now with the fast one
+    ]
+    assert {operator for trial in found.history.trials for operator in trial.changed} == {"norm", "gate"}
+
+
+def test_parameters_are_dimensions_of_optunas_samplers() -> None:
+    study = Study(TUNABLE, sampler="tpe")
+    found = search(study, Tunable(), rule=RULE, budget=Budget(trials=12))
+    assert set(study.optuna.trials[-1].params) == {
+        *("norm", "norm fast block", "norm fast mode", "gate", "tiny", "tiny fast block"),
+    }
+    assert parse_variant(found.mix["norm"])[0] == "fast"
+    assert all(TUNABLE.mix(TUNABLE.chosen(trial.mix)) == trial.mix for trial in found.history.trials)
+
+
+def test_what_fails_as_it_is_is_not_tried_with_other_parameters() -> None:
+    space = SearchSpace((Operator("norm", ("slow", "fast"), 0.3, {"fast": (BLOCKS,)}),))
+    history = History(space, [Trial(1, {"norm": "fast"}, space.baseline, "failed", reason="crash")])
+    assert history.rules_out({"norm": "fast(block=128)"})
+    lost = History(space, [Trial(1, {"norm": "fast(block=32)"}, space.baseline, "failed", reason="crash")])
+    assert not lost.rules_out({"norm": "fast(block=128)"})
+
+
+def test_the_sizes_and_fingerprints_of_spaces_have_the_parameters() -> None:
+    assert TUNABLE.size == (1 + 4 * 3) * 2 * 4
+    other = SearchSpace((Operator("norm", ("slow", "fast"), 0.3, {"fast": (BLOCKS,)}),))
+    without = SearchSpace((Operator("norm", ("slow", "fast"), 0.3),))
+    assert other.fingerprint() != without.fingerprint()
+
+
 def test_the_space_has_what_the_profile_saw_and_a_choice() -> None:
     shares = {"norm": 0.1, "gate": 0.4, "alone": 0.3, "tiny": 0.001, "unknown": 0.1}
     accepted = {"norm": ["a", "b"], "gate": ["a", "b", "c"], "alone": ["a"], "tiny": ["a", "b"], "unseen": ["a", "b"]}
     space = search_space(shares, accepted, min_share=0.002)
     assert [operator.name for operator in space.operators] == ["gate", "norm"]
     assert (space.baseline, space.size) == ({"gate": "a", "norm": "a"}, 6)
+
+
+def test_one_implementation_with_parameters_is_a_choice() -> None:
+    space = search_space({"norm": 0.1}, {"norm": ["a"]}, dimensions={"norm": {"a": (BLOCKS,)}})
+    assert [operator.size for operator in space.operators] == [4]

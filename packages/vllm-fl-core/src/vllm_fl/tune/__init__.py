@@ -10,7 +10,7 @@ from .objectives import OBJECTIVES, Limits, Objective
 from .report import TuneReport
 from .search import BaselineFailedError, Budget, Found, Progress, search
 from .sequential import Comparison, Rule, SequentialTest
-from .space import Mix, Operator, SearchSpace, changes, search_space
+from .space import Dimension, Mix, Operator, SearchSpace, changes, search_space
 from .study import SAMPLERS, Sampler, Study
 from .table import Entry, look_up, store, use_tuned
 from .trials import History, Measurer, Trial, TrialFailed
@@ -24,6 +24,7 @@ __all__ = [
     # The search, on any measurer
     "BaselineFailedError",
     "Budget",
+    "Dimension",
     "Found",
     "History",
     "Measurer",

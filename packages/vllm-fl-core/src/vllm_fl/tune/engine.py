@@ -13,14 +13,15 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from vllm_fl.dispatch import SelectionPolicy
+from vllm_fl.dispatch import ParameterPath, SelectionPolicy
+from vllm_fl.dispatch.parameters import parse_variant, variant
 from vllm_fl.engines import Workload
 from vllm_fl.errors import CommandError, Exit
 from vllm_fl.policies import to_plain
 
 from .gate import Answer, Tolerance, judge
 from .objectives import Limits, Objective, Round, cost
-from .space import Mix, SearchSpace, changes, search_space
+from .space import Dimension, Mix, SearchSpace, changes, search_space
 from .table import TUNED_ENV
 from .trials import TrialFailed
 
@@ -72,6 +73,7 @@ class EngineMeasurer:
         self._connection: Connection | None = None
         self._expected: list[Answer] | None = None
         self._accepted: dict[str, list[str]] = {}
+        self._dimensions: dict[str, dict[str, tuple[Dimension, ...]]] = {}
         self._used: set[tuple[str, str]] = set()
         self.starts = 0
         self._start()
@@ -98,20 +100,44 @@ class EngineMeasurer:
         """The operators that the workload uses and for which there is a choice; profiled if no `shares` are given."""
         shares = shares or self._ask("profile")
         self._accepted = self._ask("accepted", to_plain(self._policy))
-        chosen = {name: ids for name, ids in self._accepted.items() if name not in AT_START}
-        return search_space(shares, chosen, min_share=min_share)
+        parameters = self._ask("parameters", to_plain(self._policy))
+        self._dimensions = {
+            name: {impl_id: tuple(dimension for dimension, _ in each) for impl_id, each in implementations.items()}
+            for name, implementations in parameters.items()
+        }
+        chosen = {}
+        for name, ids in self._accepted.items():
+            if name not in AT_START:
+                present = {impl_id: dict(parameters.get(name, {}).get(impl_id, ())) for impl_id in ids}
+                chosen[name] = [
+                    variant(impl_id, {d.name: value for d, value in values.items() if value != d.default})
+                    for impl_id, values in present.items()
+                ]
+        return search_space(shares, chosen, min_share=min_share, dimensions=self._dimensions)
 
     def key(self) -> dict[str, Any]:
         """What a result holds for (see :mod:`vllm_fl.tune.table`)."""
         return dict(self._ask("key"))
 
     def policy_of(self, mix: Mix) -> SelectionPolicy:
-        """The policy that selects `mix`: for each operator its implementation, then the others in their order."""
-        orders = dict(self._policy.per_op_order)
+        """The policy that selects `mix`: for each operator its implementation, then the others in their order.
+
+        A parameter that the baseline's policy sets is set in any case: it may come from the platform.
+        """
+        orders, settings = dict(self._policy.per_op_order), dict(self._policy.parameters)
         for name, chosen in mix.items():
-            others = [i for i in self._accepted.get(name, ()) if i != chosen]
-            orders[name] = tuple(f"impl:{i}" for i in (chosen, *others))
-        return self._policy.derive("vllm-fl tune", per_op_order=tuple(sorted(orders.items())))
+            impl_id, values = parse_variant(chosen)
+            others = [i for i in self._accepted.get(name, ()) if i != impl_id]
+            orders[name] = tuple(f"impl:{i}" for i in (impl_id, *others))
+            given = {path[:3] for path in settings if path[:2] == (name, impl_id)}
+            settings = {path: text for path, text in settings.items() if path[:3] not in given}
+            for dimension in self._dimensions.get(name, {}).get(impl_id, ()):
+                path = ParameterPath(name, impl_id, *dimension.name.split("."))
+                if dimension.name in values or path[:3] in given:
+                    settings[path] = values.get(dimension.name, dimension.default)
+        return self._policy.derive(
+            "vllm-fl tune", per_op_order=tuple(sorted(orders.items())), parameters=tuple(sorted(settings.items()))
+        )
 
     def check(self, mix: Mix) -> None:
         """Whether `mix` runs, is used, and answers as the baseline; the first call is the baseline's."""
@@ -121,8 +147,9 @@ class EngineMeasurer:
             return
         self._used |= {(name, chosen) for name, calls in counts.items() for chosen in calls}
         for name, chosen in changes(mix, self._baseline).items():
-            if (name, chosen) not in self._used:
-                raise TrialFailed("not used", f"{chosen} took none of the calls of {name}")
+            impl_id, _ = parse_variant(chosen)
+            if (name, impl_id) not in self._used:
+                raise TrialFailed("not used", f"{impl_id} took none of the calls of {name}")
         judge(self._expected, answers, self._tolerance)
 
     def measure(self, mix: Mix) -> float:

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations, product
 
-from .space import Mix
+from vllm_fl.dispatch.parameters import parse_variant
+
+from .space import Mix, Operator
 from .trials import History
 
 #: So many of the operators with the largest shares are also changed in pairs.
 PAIRED = 6
+#: Operators with a smaller share keep their parameters: better ones would save a part of it only.
+LEAST_FOR_PARAMETERS = 0.02
 
 
 def proposals(history: History) -> Iterator[Mix]:
     """What to try next, the most promising first.
 
-    One operator after the other, by share; then again those that noise left undecided; then pairs of the operators
-    with the largest shares, every combination of two implementations that no trial has had.
+    One operator after the other, by share; then the parameters of the best implementations, from value to neighbouring
+    value as long as that is a gain; then again what noise left undecided; then pairs of the operators with the largest
+    shares, every combination of two implementations that no trial has had.
     """
     for mix in _all(history):
         if not history.rules_out(mix):
@@ -38,6 +43,7 @@ def _all(history: History) -> Iterator[Mix]:
         for implementation in operator.implementations:
             if (operator.name, implementation) not in singles:
                 yield {**history.best, operator.name: implementation}
+    yield from _parameters(history)
     undecided = [t for t in history.known if t.outcome == "undecided" and len(t.changed) == 1 and t.high > 0.0]
     for trial in sorted(undecided, key=lambda t: -t.high):
         ((name, implementation),) = trial.changed.items()
@@ -46,13 +52,47 @@ def _all(history: History) -> Iterator[Mix]:
     yield from _pairs(history)
 
 
+def _parameters(history: History) -> Iterator[Mix]:
+    """Neighbours of the best variants; a value that has been tried, whatever the others were, is not tried again."""
+    tried = set()
+    for trial in history.known:
+        for name, chosen in trial.changed.items():
+            tried |= {(name, *step) for step in _steps(history, name, trial.against[name], chosen)}
+    for operator in history.space.operators:
+        if operator.share < LEAST_FOR_PARAMETERS:
+            continue
+        best = history.best[operator.name]
+        for chosen in operator.neighbours(best):
+            if all((operator.name, *step) not in tried for step in _steps(history, operator.name, best, chosen)):
+                yield {**history.best, operator.name: chosen}
+
+
+def _steps(history: History, name: str, before: str, after: str) -> Iterator[tuple[str, str, str]]:
+    """(implementation, dimension, value) of what differs between two variants of one implementation."""
+    impl_id = _id(after)
+    if _id(before) == impl_id:
+        operator = history.space.operator(name)
+        old = operator.values(before)
+        yield from ((impl_id, key, value) for key, value in operator.values(after).items() if old[key] != value)
+
+
 def _pairs(history: History) -> Iterator[Mix]:
     top = history.space.operators[:PAIRED]
     mixes = [history.space.baseline, *(trial.mix for trial in history.known)]
     # The first two operators, then those with the third, and so on.
     for first, second in sorted(combinations(range(len(top)), 2), key=lambda pair: (pair[1], pair[0])):
         one, two = top[first], top[second]
-        seen = {(mix[one.name], mix[two.name]) for mix in mixes}
-        for chosen in product(one.implementations, two.implementations):
-            if chosen not in seen:
+        seen = {(_id(mix[one.name]), _id(mix[two.name])) for mix in mixes}
+        for chosen in product(_variants(history, one), _variants(history, two)):
+            if (_id(chosen[0]), _id(chosen[1])) not in seen:
                 yield {**history.best, one.name: chosen[0], two.name: chosen[1]}
+
+
+def _variants(history: History, operator: Operator) -> list[str]:
+    """The implementations of an operator, that of the best mix with its parameters."""
+    best = history.best[operator.name]
+    return [best if _id(each) == _id(best) else each for each in operator.implementations]
+
+
+def _id(chosen: str) -> str:
+    return parse_variant(chosen)[0]

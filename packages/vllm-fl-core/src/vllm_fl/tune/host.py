@@ -21,6 +21,7 @@ from vllm_fl.policies import environment_of, from_plain
 
 from .gate import Answer
 from .objectives import RequestTimes, Round
+from .space import Dimension
 
 _EXTENSION = "vllm_fl.tune.worker.TuneWorker"
 #: Tokens whose log-probabilities are kept at each position.
@@ -62,6 +63,17 @@ class Host:
         """Operator to the implementations that a policy accepts, in order; those that every rank has."""
         first, *others = self._engine.call("fl_chosen_by", policy)
         return {op: [i for i in ids if all(i in o.get(op, ()) for o in others)] for op, ids in first.items()}
+
+    def parameters(self, policy: Mapping[str, Any]) -> dict[str, dict[str, list[tuple[Dimension, str]]]]:
+        """Operator to implementation to what may be varied of it, each with its value under `policy`."""
+        found = self._engine.call("fl_parameters_by", policy)[0]
+        return {
+            operator: {
+                impl_id: [(Dimension(name, tuple(values), default), value) for name, values, default, value in settings]
+                for impl_id, settings in implementations.items()
+            }
+            for operator, implementations in found.items()
+        }
 
     def key(self) -> dict[str, Any]:
         """What the result holds for."""

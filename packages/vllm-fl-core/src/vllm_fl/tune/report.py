@@ -14,11 +14,13 @@ import yaml
 
 from vllm_fl.config import CONFIG_ENV
 from vllm_fl.dispatch import SelectionPolicy
+from vllm_fl.dispatch.parameters import nested
 from vllm_fl.policies import to_plain
 from vllm_fl.version import __version__
 
 from .search import Found
 from .space import Mix, SearchSpace, changes
+from .table import Entry
 from .trials import Trial
 
 #: A search in which the best mix itself slowed down or sped up by more than this is one of an unsteady machine.
@@ -45,7 +47,7 @@ class TuneReport:
         space: what was searched.
         found: the best mix, its ratio and all trials.
         policy: the policy that selects it.
-        importances: operator to how much the choice of its implementation matters, between 0 and 1.
+        importances: operator to how much its implementation and parameters matter, between 0 and 1.
         key: what the result holds for.
         engine_starts: number of engines that were needed.
     """
@@ -63,7 +65,7 @@ class TuneReport:
 
     @property
     def changed(self) -> dict[str, str]:
-        """Operator to implementation, where it is another one than the baseline's."""
+        """Operator to variant of an implementation, where it is another one than the baseline's."""
         return changes(self.found.mix, self.space.baseline)
 
     @property
@@ -112,9 +114,21 @@ class TuneReport:
             "trials": [{**trial.as_dict(), "changed": trial.changed} for trial in self.found.history.trials],
         }
 
-    def op_backends(self) -> dict[str, list[str]]:
-        """The orders of the operators that were searched, as in a configuration file."""
-        return {op: list(order) for op, order in self.policy.per_op_order if op in self.space.baseline}
+    def entry(self) -> Entry:
+        """What the table keeps: orders and parameters of the operators that were searched, and the ratio.
+
+        Raises:
+            ValueError: there is no ratio.
+        """
+        if self.ratio is None:
+            raise ValueError("what was not confirmed is not kept")
+        searched = self.space.baseline
+        return Entry(
+            self.key,
+            {op: list(order) for op, order in self.policy.per_op_order if op in searched},
+            self.ratio.ratio,
+            nested((path, text) for path, text in self.policy.parameters if path.operator in searched),
+        )
 
     def policy_file(self) -> str:
         """A file for ``VLLM_FL_CONFIG`` that selects the best mix: the user's present file with the policy's keys."""

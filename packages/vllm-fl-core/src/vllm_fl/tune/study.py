@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import warnings
@@ -63,7 +64,7 @@ class Study:
         self.space, self._kind = space, sampler
         self._records: dict[int, Trial] = {}  # by number; what is finished does not change
         self._distributions: dict[str, Any] = {
-            o.name: optuna.distributions.CategoricalDistribution(o.implementations) for o in space.operators
+            name: optuna.distributions.CategoricalDistribution(values) for name, values in space.choices.items()
         }
         try:
             self.optuna: optuna.Study = optuna.create_study(
@@ -86,15 +87,12 @@ class Study:
 
     def ask(self, history: History) -> tuple[optuna.trial.Trial, Mix] | None:
         """The next trial and its mix; None if there is nothing left to try."""
-        if self._kind in ("greedy", "auto"):
-            mix = next(greedy.proposals(history), None)
-            if mix is not None:
-                self.optuna.enqueue_trial(dict(mix))
-                return self._ask()
-            if self._kind == "greedy":
-                return None
-        if len(history.tried) + 1 >= self.space.size:
+        proposed = next(greedy.proposals(history), None) if self._kind in ("greedy", "auto") else None
+        if proposed is not None:
+            self.optuna.enqueue_trial(self.space.chosen(proposed))
+        elif self._kind == "greedy" or len(history.tried) + 1 >= self.space.size:
             return None
+        # What was proposed may have to wait: behind a proposal of another process, or of one that was killed.
         for _ in range(_PATIENCE):
             trial, mix = self._ask()
             if not history.rules_out(mix):
@@ -117,7 +115,7 @@ class Study:
         return greedy.remaining(history) if self._kind in ("greedy", "auto") else None
 
     def importances(self) -> dict[str, float]:
-        """Operator to how much the choice of its implementation matters, between 0 and 1; empty if too few trials."""
+        """Operator to how much its implementation and parameters matter, between 0 and 1; empty if too few trials."""
         import optuna
 
         complete = self.optuna.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
@@ -126,15 +124,19 @@ class Study:
         with _no_experimental_warnings():
             evaluator = optuna.importance.PedAnovaImportanceEvaluator()
             try:
-                return dict(optuna.importance.get_param_importances(self.optuna, evaluator=evaluator))
+                found = optuna.importance.get_param_importances(self.optuna, evaluator=evaluator)
             except (RuntimeError, ValueError):  # Optuna's words for too little variety
                 return {}
+        return {
+            operator.name: math.fsum(found[name] for name in found if name.partition(" ")[0] == operator.name)
+            for operator in self.space.operators
+        }
 
     def _ask(self) -> tuple[optuna.trial.Trial, Mix]:
         with _no_experimental_warnings():
             trial = self.optuna.ask(self._distributions)
         trial.set_user_attr(_OWNER, f"{socket.gethostname()}:{os.getpid()}")
-        return trial, dict(trial.params)
+        return trial, self.space.mix(trial.params)
 
     def _pass_over(self, trial: optuna.trial.Trial, mix: Mix, history: History) -> None:
         """Tell the sampler what is known of `mix` without a trial of it."""
@@ -156,7 +158,7 @@ class Study:
             self.optuna.set_user_attr(_SHARES, {o.name: o.share for o in self.space.operators})
             self.optuna.set_user_attr(_TASK, task)
             baseline = optuna.trial.create_trial(
-                params=dict(self.space.baseline), distributions=self._distributions, value=0.0
+                params=self.space.chosen(self.space.baseline), distributions=self._distributions, value=0.0
             )
             self.optuna.add_trial(baseline)
             return

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
+from vllm_fl.dispatch.parameters import parse_variant
 from vllm_fl.errors import FLError
 
 from .sequential import Decision
@@ -98,7 +99,7 @@ class History:
         self.best: Mix = best.mix if best is not None else space.baseline
         self.best_total = best.total if best is not None else 0.0
         known = [trial for trial in self.trials if trial.reason not in ("baseline", "interrupted")]
-        #: (operator, implementation) that failed as the only change of a mix that worked.
+        #: (operator, variant) that failed as the only change of a mix that worked.
         self.unusable = {next(iter(t.changed.items())) for t in known if t.outcome == "failed" and len(t.changed) == 1}
         #: Mixes that need not be tried again, as their items.
         self.tried = {tuple(sorted(t.mix.items())) for t in known if t.outcome != "undecided"}
@@ -106,7 +107,11 @@ class History:
         self.known: Sequence[Trial] = known
 
     def rules_out(self, mix: Mix) -> bool:
-        """Whether `mix` need not be tried: it is the best one, has failed or lost, or has a part that failed."""
+        """Whether `mix` need not be tried: it is the best one, has failed or lost, or has a part that failed.
+
+        What failed as it is by itself is not tried with other parameters either.
+        """
         if mix == self.best or tuple(sorted(mix.items())) in self.tried:
             return True
-        return not self.unusable.isdisjoint(mix.items())
+        parts = {(name, part) for name, chosen in mix.items() for part in (chosen, parse_variant(chosen)[0])}
+        return not self.unusable.isdisjoint(parts)

@@ -7,10 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_fl.compare.worker import CompareWorker
-from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch import Setting, get_default_manager, policy_context
+from vllm_fl.dispatch.parameters import text_of
 from vllm_fl.integration.graphs import Exchange, obstacle
 from vllm_fl.integration.layers.native import follow_selection
+from vllm_fl.policies import from_plain
 from vllm_fl.profile.worker import ProfileWorker
+
+#: A parameter: its name, its allowed values, its default and its value.
+PlainSetting = tuple[str, list[str], str, str]
 
 
 class TuneWorker(ProfileWorker, CompareWorker):
@@ -44,10 +49,24 @@ class TuneWorker(ProfileWorker, CompareWorker):
         with _thawed():
             return super().fl_chosen_by(policy)
 
+    def fl_parameters_by(self, policy: Mapping[str, Any]) -> dict[str, dict[str, list[PlainSetting]]]:
+        """Operator to implementation to what it may vary, with the values under `policy`."""
+        with _thawed(), policy_context(from_plain(policy)):
+            selections = get_default_manager().selections()
+        return {
+            name: {c.impl.impl_id: list(map(_plain, c.settings)) for c in selection.accepted if c.settings}
+            for name, selection in selections.items()
+        }
+
     def fl_without_graphs(self, off: bool) -> None:
         """Run the model without compiled code and graphs, or with them again."""
         if self._fl_exchange is not None:
             self._fl_exchange.switch_off(off)
+
+
+def _plain(setting: Setting) -> PlainSetting:
+    parameter = setting.parameter
+    return setting.name, list(parameter.by_text), text_of(parameter.default), text_of(setting.value)
 
 
 @contextmanager

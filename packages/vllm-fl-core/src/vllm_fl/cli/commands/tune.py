@@ -136,14 +136,14 @@ def _shown_in(step: Step) -> Callable[[Progress], None]:
 
 
 def _write(report: TuneReport, out: Path) -> dict[str, str]:
-    from vllm_fl.tune import Entry, store
+    from vllm_fl.tune import store
 
     (out / "policy.yaml").write_text(report.policy_file(), encoding="utf-8")
     (out / "tune.json").write_text(json.dumps(report.as_dict(), indent=2), encoding="utf-8")
     (out / "tune.html").write_text(report.page(), encoding="utf-8")
     paths = {"Policy": str(out / "policy.yaml"), "Page": str(out / "tune.html"), "Data": str(out / "tune.json")}
     if report.ratio is not None and report.changed:
-        paths["Table"] = str(store(Entry(report.key, report.op_backends(), report.ratio.ratio)))
+        paths["Table"] = str(store(report.entry()))
     return paths
 
 
