@@ -9,7 +9,8 @@ from torch import Tensor
 def silu_and_mul(x: Tensor) -> Tensor:
     """See :func:`vllm_fl.catalog.activation.silu_and_mul`."""
     out = _half(x)
-    torch.ops._C.silu_and_mul(out, x.contiguous())
+    if out.numel():
+        torch.ops._C.silu_and_mul(out, x.contiguous())
     return out
 
 
@@ -17,7 +18,8 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """See :func:`vllm_fl.catalog.activation.gelu_and_mul`."""
     out = _half(x)
     kernel = torch.ops._C.gelu_tanh_and_mul if approximate == "tanh" else torch.ops._C.gelu_and_mul
-    kernel(out, x.contiguous())
+    if out.numel():
+        kernel(out, x.contiguous())
     return out
 
 

@@ -35,6 +35,8 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
         raise NotImplementedError("vLLM's reshape_and_cache_flash wants one dtype; it converts to float8 only")
     if key.stride(-1) != 1 or key_cache.stride(-1) != 1:
         raise NotImplementedError("vLLM's reshape_and_cache_flash wants the head dimension contiguous")
+    if not slot_mapping.numel():
+        return
     scale = torch.ones((), dtype=torch.float32, device=key.device)
     caches = (key_cache.transpose(1, 2), value_cache.transpose(1, 2))
     torch.ops._C_cache_ops.reshape_and_cache_flash(key, value, *caches, slot_mapping.long(), "auto", scale, scale)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+NO_TOKENS = "vLLM's kernel cannot be launched without tokens"
 _SCORING_NONE = 0
 
 
@@ -19,6 +20,8 @@ def topk_softmax(
     """See :func:`vllm_fl.catalog.moe.topk_softmax`."""
     from vllm import _custom_ops
 
+    if not gating_output.shape[0]:
+        return
     bias = _as_float(e_score_correction_bias)
     _custom_ops.topk_softmax(
         topk_weights, topk_indices, token_expert_indices, gating_output.contiguous(), renormalize, bias
@@ -37,6 +40,8 @@ def topk_sigmoid(
     """See :func:`vllm_fl.catalog.moe.topk_sigmoid`."""
     from vllm import _custom_ops
 
+    if not gating_output.shape[0]:
+        return
     bias = _as_float(e_score_correction_bias)
     _custom_ops.topk_sigmoid(
         topk_weights,
@@ -62,10 +67,12 @@ def grouped_topk(
     """See :func:`vllm_fl.catalog.moe.grouped_topk`.
 
     Raises:
-        NotImplementedError: no bias, softmax scores, or more groups or choices than the kernel takes.
+        NotImplementedError: no tokens, no bias, softmax scores, or more groups or choices than the kernel takes.
     """
     from vllm import _custom_ops
 
+    if not scores.shape[0]:
+        raise NotImplementedError(NO_TOKENS)
     if bias is None or scoring_func not in (_SCORING_NONE, 1) or n_group > 32 or topk > 32:
         raise NotImplementedError(
             "vLLM's grouped_topk wants a bias, scores as they are or through the sigmoid, at most 32 groups and choices"
@@ -91,9 +98,15 @@ def moe_align_block_size(
     pad_sorted_ids: bool = False,
     ignore_invalid_experts: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`vllm_fl.catalog.moe.moe_align_block_size`."""
+    """See :func:`vllm_fl.catalog.moe.moe_align_block_size`.
+
+    Raises:
+        NotImplementedError: no tokens.
+    """
     from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size as kernel
 
+    if not topk_ids.numel():
+        raise NotImplementedError(NO_TOKENS)
     first, second, third = kernel(topk_ids, block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts)
     return first, second, third
 
@@ -108,7 +121,8 @@ def moe_sum(input: Tensor, output: Tensor) -> None:
 
     if input.dtype != output.dtype or not (input.is_contiguous() and output.is_contiguous()):
         raise NotImplementedError("vLLM's moe_sum wants contiguous tensors of one dtype")
-    _custom_ops.moe_sum(input, output)
+    if input.numel():
+        _custom_ops.moe_sum(input, output)
 
 
 def _as_float(bias: Tensor | None) -> Tensor | None:

@@ -23,8 +23,10 @@ def rms_norm(
         raise NotImplementedError("vLLM's rms_norm takes one dtype for input, residual and weight")
     if residual is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        torch.ops._C.rms_norm(out, x.contiguous(), weight, epsilon)
+        if x.numel():
+            torch.ops._C.rms_norm(out, x.contiguous(), weight, epsilon)
         return out
     out, total = (t.clone(memory_format=torch.contiguous_format) for t in (x, residual))
-    torch.ops._C.fused_add_rms_norm(out, total, weight, epsilon)
+    if x.numel():
+        torch.ops._C.fused_add_rms_norm(out, total, weight, epsilon)
     return out, total

@@ -14,12 +14,12 @@ def per_token_group_quant_fp8(
     """See :func:`vllm_fl.catalog.quantization.per_token_group_quant_fp8`.
 
     Raises:
-        NotImplementedError: a float32 input, or one that is not contiguous.
+        NotImplementedError: a float32 input, or one that is empty or not contiguous.
     """
     from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8 as kernel
 
-    if x.dtype == torch.float32 or not x.is_contiguous():
-        raise NotImplementedError("vLLM's per_token_group_quant_fp8 wants contiguous float16 or bfloat16")
+    if x.dtype == torch.float32 or not x.is_contiguous() or not x.numel():
+        raise NotImplementedError("vLLM's per_token_group_quant_fp8 wants contiguous float16 or bfloat16, not empty")
     q, scales = kernel(x, group_size, eps, column_major_scales=column_major_scales, use_ue8m0=use_ue8m0)
     return q, scales
 
@@ -30,13 +30,14 @@ def scaled_mm(
     """See :func:`vllm_fl.catalog.quantization.scaled_mm`.
 
     Raises:
-        NotImplementedError: float32 results, scales by groups of K, or matrices that CUTLASS cannot read.
+        NotImplementedError: float32 results, scales by groups of K, or matrices that CUTLASS cannot read or are empty.
     """
     from vllm import _custom_ops
 
     dtype = getattr(torch, out_dtype)
     grouped = scale_a.numel() not in (1, a.shape[0]) or scale_b.numel() not in (1, b.shape[1])
-    if dtype == torch.float32 or grouped or a.stride(1) != 1 or b.stride(0) != 1 or a.shape[1] % 16 or b.shape[1] % 16:
+    is_readable = a.stride(1) == 1 and b.stride(0) == 1
+    if dtype == torch.float32 or grouped or not is_readable or a.shape[1] % 16 or b.shape[1] % 16 or not a.numel():
         raise NotImplementedError(
             "vLLM's cutlass_scaled_mm wants float16 or bfloat16 results, scales by tensor, row or column, a row-major"
             " and a column-major matrix, and sizes that are multiples of 16"

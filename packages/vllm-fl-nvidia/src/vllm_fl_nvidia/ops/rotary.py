@@ -15,8 +15,9 @@ def rotary_embedding(
     """
     q = query.clone(memory_format=torch.contiguous_format)
     k = None if key is None else key.clone(memory_format=torch.contiguous_format)
-    table = _table(cos, sin).to(query.dtype)
-    torch.ops._C.rotary_embedding(position_ids.long(), q, k, query.shape[-1], table, is_neox_style)
+    if query.numel():
+        table = _table(cos, sin).to(query.dtype)
+        torch.ops._C.rotary_embedding(position_ids.long(), q, k, query.shape[-1], table, is_neox_style)
     return q if k is None else (q, k)
 
 

@@ -16,6 +16,7 @@ def apply_repetition_penalties(
     """
     if not logits.is_contiguous():
         raise NotImplementedError("vLLM's apply_repetition_penalties_ wants contiguous logits")
-    torch.ops._C.apply_repetition_penalties_(
-        logits, prompt_mask.contiguous(), output_mask.contiguous(), repetition_penalties.to(logits.dtype)
-    )
+    if logits.numel():
+        torch.ops._C.apply_repetition_penalties_(
+            logits, prompt_mask.contiguous(), output_mask.contiguous(), repetition_penalties.to(logits.dtype)
+        )
