@@ -9,7 +9,7 @@ Phases, each of which fails or ends by itself; the others go on:
 
 - tokens: greedy tokens in float32 of tiny models, and of one of the shape of ``--dense`` (random weights on disk, since
   vLLM's dummy weights differ with the number of ranks): TP 1, TP 2 of vLLM itself, TP 2 through FlagCX with captured
-  graphs, and eager. All have to be equal.
+  graphs, and eager, all loaded together. They have to be equal.
 - throughput: benchmarks/serving_parity.py with TP 2, vLLM itself against our platform with the communicator, by turns.
 - peer: a rank of a plain loop of all-reduces is killed; the other has to end with exit status 70 within the limit.
 - kill: a worker of a generating TP 2 engine is killed; the engine has to end with an error within the limit.
@@ -125,7 +125,8 @@ def phase_tokens(options: argparse.Namespace) -> dict[str, Any]:
             path = Path(folder) / name
             make = {"work": "make", "source": source, "path": str(path), "device": options.device}
             subprocess.run([sys.executable, __file__, "--worker", json.dumps(make)], check=True, timeout=300)
-            answers = {side.name: _tokens(side, path, options) for side in _token_sides(options)}
+            engines = [_token_engine(side, path, options) for side in _token_sides(options)]
+            answers = {engine.side.name: _tokens(engine) for engine in engines}
             first = next(iter(answers.values()))
             equal = {name: answer == first and isinstance(first, list) for name, answer in answers.items()}
             result["models"][name] = {"equal": equal, "differences": _differences(first, answers)}
@@ -144,10 +145,13 @@ def _token_sides(options: argparse.Namespace) -> list[Side]:
     ]
 
 
-def _tokens(side: Side, model: Path, options: argparse.Namespace) -> Any:
+def _token_engine(side: Side, model: Path, options: argparse.Namespace) -> Engine:
     specification = {"work": "tokens", "model": str(model), "ranks": int(side.name[3]), "device": options.device}
     log = options.logs / f"tokens-{model.name}-{side.name.replace(' ', '-')}.log"
-    engine = Engine(side, Path(__file__), specification, log)
+    return Engine(side, Path(__file__), specification, log)
+
+
+def _tokens(engine: Engine) -> Any:
     try:
         engine.load()
         answer = engine.measure()["tokens"]
@@ -155,8 +159,8 @@ def _tokens(side: Side, model: Path, options: argparse.Namespace) -> Any:
         return str(error)
     finally:
         engine.close()
-    if "FlagCX" in side.name and "ranks over FlagCX" not in log.read_text("utf-8", "replace"):
-        return f"{log} does not say that FlagCX is used"
+    if "FlagCX" in engine.side.name and "ranks over FlagCX" not in engine.log.read_text("utf-8", "replace"):
+        return f"{engine.log} does not say that FlagCX is used"
     return answer
 
 
@@ -188,7 +192,8 @@ def work_tokens(specification: dict[str, Any]) -> None:
 def _engine(specification: dict[str, Any]) -> Any:
     import vllm
 
-    more: dict[str, Any] = {"gpu_memory_utilization": 0.6}
+    # Engines that start together cannot measure what is free.
+    more: dict[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 256 << 20}
     if specification["device"] == "cpu":
         more = {"kv_cache_memory_bytes": 32 << 20}
     elif not specification["eager"]:
