@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from vllm_fl_reference.linear import PackedHeadMethod, PackedLinearMethod, can_pack, pack_linear_layers
+from vllm_fl_reference.linear import PackedHeadMethod, PackedLinearMethod, _packed, can_pack, pack_linear_layers
 
 pytestmark = pytest.mark.skipif(not can_pack(), reason="no bfloat16 products through oneDNN on this processor")
 
@@ -57,6 +59,19 @@ def test_weight_becomes_a_handle_and_the_size_is_told() -> None:
     assert (layer.weight.dtype, layer.weight.numel()) == (torch.int64, 1)
     with pytest.raises(RuntimeError):
         nn.functional.linear(torch.randn(2, 32, dtype=torch.bfloat16), layer.weight)
+
+
+def test_packed_weights_go_with_the_model() -> None:
+    model = nn.Module()
+    model.layer, model.lm_head = linear(64, 32), linear(96, 32)
+    model.lm_head.quant_method = UnquantizedEmbeddingMethod()
+    gc.collect()
+    before = len(_packed)
+    pack_linear_layers(model)
+    assert len(_packed) == before + 2
+    del model
+    gc.collect()
+    assert len(_packed) == before
 
 
 def test_float32_and_foreign_methods_stay() -> None:

@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from vllm_fl.config import (
 )
 from vllm_fl.config.model import LayerModel
 from vllm_fl.errors import ConfigError
-from vllm_fl.logging import get_logger
+from vllm_fl.logging import ROOT, get_logger
 from vllm_fl.plugins import BackendPlugin, PlatformChoice
 
 Load = Callable[..., Settings]
@@ -211,6 +213,24 @@ def test_warnings_are_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         get_logger().removeHandler(handler)
     assert [(r.levelno, r.getMessage()) for r in records] == [(logging.WARNING, get_settings().warnings[0])]
+
+
+def test_two_threads_that_come_first_share_one_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = logging.getLogger(ROOT)
+    monkeypatch.setattr(root, "handlers", [])
+    add = root.addHandler
+
+    def slowly(handler: logging.Handler) -> None:
+        time.sleep(0.05)
+        add(handler)
+
+    monkeypatch.setattr(root, "addHandler", slowly)
+    threads = [threading.Thread(target=get_logger) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(root.handlers) == 1
 
 
 def test_log_level_of_a_file_takes_effect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from dispatch_helpers import flagos, manager_of, reference, silu, vendor
 
-from vllm_fl.dispatch import SelectionPolicy, set_global_policy
+from vllm_fl.dispatch import OpManager, PolicyManager, SelectionPolicy, set_global_policy
 
 HERE = Path(__file__).parent
 PRELUDE = """
@@ -293,8 +293,6 @@ def test_threads_register_and_resolve_at_once() -> None:
 
 
 def test_first_call_from_many_threads_initialises_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_fl.dispatch import OpManager
-
     calls = []
 
     def register(manager: OpManager) -> None:
@@ -317,3 +315,39 @@ def test_first_call_from_many_threads_initialises_once(monkeypatch: pytest.Monke
         thread.join(30)
     assert answers == ["served"] * 8
     assert calls == [1]
+
+
+class Listener:
+    """What the policy sees of a manager."""
+
+    def refuse_if_frozen(self, action: str) -> None:
+        pass
+
+    def policy_changed(self) -> None:
+        pass
+
+
+def test_managers_come_and_go_while_the_policy_asks_them() -> None:
+    policies = PolicyManager.get_instance()
+    present = [Listener() for _ in range(200)]
+    for listener in present:
+        policies.subscribe(listener)
+    done = threading.Event()
+
+    def come_and_go() -> None:
+        while not done.is_set():
+            present[:] = [Listener() for _ in range(200)]
+            for listener in present:
+                policies.subscribe(listener)
+
+    thread = threading.Thread(target=come_and_go)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(3000):
+            policies._refuse_if_frozen("test")
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        thread.join()

@@ -6,6 +6,8 @@ tokens with every weight of the model, so doing it once, when the weights are lo
 
 from __future__ import annotations
 
+import weakref
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,8 +20,9 @@ __all__ = ["pack_linear_layers"]
 #: Dtypes for which packing pays; float32 stays with PyTorch's own product, to the last bit what it is elsewhere.
 _PACKED_DTYPES = frozenset({torch.bfloat16})
 
-#: Packed weights of this process, by handle.
-_packed: list[Tensor] = []
+#: Packed weights of this process, by handle; each as long as its layer's method lives.
+_packed: dict[int, Tensor] = {}
+_numbers = count()
 
 
 def can_pack() -> bool:
@@ -46,13 +49,13 @@ def pack_linear_layers(model: nn.Module) -> int:
     for module in model.modules():
         if type(getattr(module, "quant_method", None)) is UnquantizedLinearMethod and _fits(module):
             size += _bytes(module.weight)
-            handle = _pack(module.weight)
-            module.quant_method = PackedLinearMethod(module.weight.shape[0])
-            module.weight = nn.Parameter(handle, requires_grad=False)
+            module.quant_method = method = PackedLinearMethod(module.weight.shape[0])
+            module.weight = nn.Parameter(_pack(module.weight, method), requires_grad=False)
         head: Any = getattr(module, "lm_head", None)
         if type(getattr(head, "quant_method", None)) is UnquantizedEmbeddingMethod and _fits(head):
             size += _bytes(head.weight)
-            head.quant_method = PackedHeadMethod(_pack(head.weight))
+            head.quant_method = PackedHeadMethod()
+            head.quant_method.handle = _pack(head.weight, head.quant_method)
     return size
 
 
@@ -65,9 +68,12 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _pack(weight: Tensor) -> Tensor:
-    _packed.append(torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None))
-    return torch.tensor([len(_packed) - 1])
+def _pack(weight: Tensor, method: object) -> Tensor:
+    """The handle of the packed weight, which is kept as long as `method` lives."""
+    number = next(_numbers)
+    _packed[number] = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
+    weakref.finalize(method, _packed.pop, number)
+    return torch.tensor([number])
 
 
 def _product(x: Tensor, handle: Tensor, bias: Tensor | None) -> Tensor:
@@ -110,9 +116,7 @@ class PackedLinearMethod(UnquantizedLinearMethod):
 class PackedHeadMethod(UnquantizedEmbeddingMethod):
     """The same for the output head, which keeps its plain weight: it may be the input embedding as well."""
 
-    def __init__(self, handle: Tensor) -> None:
-        super().__init__()
-        self.handle = handle
+    handle: Tensor
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return _product(x, self.handle, bias)

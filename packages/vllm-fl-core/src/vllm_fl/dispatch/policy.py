@@ -253,7 +253,7 @@ class PolicyManager:
         with self._lock:
             self._epoch += 1
             epoch = self._epoch
-        for listener in list(self._listeners):
+        for listener in self._audience():
             listener.policy_changed()
         return epoch
 
@@ -278,7 +278,8 @@ class PolicyManager:
 
     def subscribe(self, listener: PolicyListener) -> None:
         """Tell `listener`, which is held weakly, about changes."""
-        self._listeners.add(listener)
+        with self._lock:
+            self._listeners.add(listener)
 
     def after_fork_in_child(self) -> None:
         self._lock = threading.RLock()
@@ -288,11 +289,15 @@ class PolicyManager:
     def _count_contexts(self, change: int) -> None:
         with self._lock:
             self._open = max(0, self._open + change)
-        for listener in list(self._listeners):
+        for listener in self._audience():
             listener.contexts_changed()
 
+    def _audience(self) -> list[PolicyListener]:
+        with self._lock:  # a manager that another thread makes would change the set meanwhile
+            return list(self._listeners)
+
     def _refuse_if_frozen(self, action: str) -> None:
-        for listener in list(self._listeners):
+        for listener in self._audience():
             listener.refuse_if_frozen(action)
 
 
