@@ -12,7 +12,7 @@ SUPPORTED_VLLM = ((0, 26), (0, 33))
 #: What breaks on which vLLM outside the range, as far as models of the compatibility matrix have been run there (0.20.2
 #: to 0.25.1, on the CPU). The warning at start says it.
 KNOWN_TO_BREAK = (
-    ("<0.22", "no engine starts (the layer MoERunner cannot be replaced)"),
+    ("<0.22", "no engine starts (layers that vllm-fl replaces are not there)"),
     (">=0.22,<0.25", "models with a recurrent state, such as Qwen3-Next, where Triton is missing"),
     (">=0.24,<0.25", "gpt-oss (its expert weights are not found)"),
 )
