@@ -62,8 +62,8 @@ def test_an_entry_that_nothing_needs_is_stale() -> None:
 
 
 CHECKS = (
-    "results, accuracy, overflow, strides, empty, in-place, refusal, determinism, fake, compile, graph, metadata,"
-    " import, probe, yaml, register, platform"
+    "results, accuracy, overflow, strides, empty, in-place, refusal, determinism, parameters, fake, compile, graph,"
+    " metadata, import, probe, yaml, register, platform"
 )
 
 

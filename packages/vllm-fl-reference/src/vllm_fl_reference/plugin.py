@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_fl.dispatch.parameters import Parameter
 from vllm_fl.dispatch.types import BackendImplKind, BackendPriority, OpImpl
 from vllm_fl.plugins import BackendPlugin
 
@@ -18,6 +19,8 @@ PLUGIN = BackendPlugin(
     platform="vllm_fl_reference.platform.ReferencePlatform",
     fallback=True,
 )
+#: What suits the caches of a CPU.
+_PARAMETERS = {"chunk_gated_delta_rule": (Parameter("chunk", (8, 16, 32, 64, 128), 32),)}
 
 
 def register(registry: OpRegistry) -> None:
@@ -34,6 +37,7 @@ def register(registry: OpRegistry) -> None:
                 kind=BackendImplKind.REFERENCE,
                 fn=getattr(ops, name),
                 priority=BackendPriority.REFERENCE,
+                parameters=_PARAMETERS.get(name, ()),
             )
             for name in CATALOG
         ]

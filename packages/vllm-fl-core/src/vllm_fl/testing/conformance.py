@@ -192,6 +192,8 @@ def check_implementation(
 
     judge = Judge(impl, spec, Truth(spec, truth), _synchronizer(options.device))
     skipped = _judge(judge, options)
+    if not impl.parameters:
+        skipped["parameters"] = "it declares no parameters"
     for check in wanted:
         subject.checks[check] = _result(judge, check, skipped.get(check, ""))
     subject.cases, subject.refused = judge.offered, judge.refused
@@ -235,6 +237,8 @@ def _judge(judge: Judge, options: Options) -> dict[str, str]:
             judge.option(argument, case, dtype)
         if options.wants("determinism"):
             judge.repeat(sized_case(judge.spec, maker, max(options.tokens, default=33)), dtype)
+        if options.wants("parameters"):
+            judge.parameters(first, dtype)
     if not accepted:
         if judge.offered:
             text = f"refuses all of {judge.offered} calls: {'; '.join(sorted(judge.reasons)[:3])}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from vllm_fl.catalog import DEFAULT_TOLERANCES, Case, OpSpec
 from vllm_fl.dispatch.links import Link
+from vllm_fl.dispatch.parameters import text_of
 from vllm_fl.dispatch.types import OpImpl, dtype_name
 
 from .cases import NO_OPTION, is_empty, is_strided, overflows
@@ -123,6 +125,25 @@ class Judge:
                 if count:
                     self.note("determinism", f"value {index} differs between calls in {count} entries", case, dtype)
                     return
+
+    def parameters(self, case: Case, dtype: torch.dtype) -> None:
+        """Judge a case with each value of each parameter that is not the default."""
+        usual = self.link
+        for parameter in self.impl.parameters:
+            for text, value in parameter.by_text.items():
+                if text == text_of(parameter.default):
+                    continue
+                self.link = Link(self.impl, 0, self.spec, function=partial(self.impl.fn, **{parameter.name: value}))
+                self._with_parameters(replace(case, name=f"{case.name}, {parameter.name}={text}"), dtype)
+        self.link = usual
+
+    def _with_parameters(self, case: Case, dtype: torch.dtype) -> None:
+        outcome = self.offer(case, dtype)
+        want = self._truth_of(case, dtype) if outcome.results is not None else None
+        if want is not None:
+            self.count("parameters")
+            for text in self._differences(outcome, want, dtype):
+                self.note("parameters", text, case, dtype)
 
     def offer(self, case: Case, dtype: torch.dtype, contiguous: bool = False) -> Outcome:
         """Call the implementation; a refusal is counted, an exception is noted."""

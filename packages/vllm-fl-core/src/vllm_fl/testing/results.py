@@ -19,6 +19,7 @@ CHECKS: Mapping[str, str] = MappingProxyType(
         "in-place": "nothing is written but what the operator may write, and no result is an argument's memory",
         "refusal": "what is not supported is said by NotImplementedError, before anything is written",
         "determinism": "the same arguments give the same bits",
+        "parameters": "with every value of its parameters it computes the same",
         "fake": "on fake tensors, without data, it gives the shapes and dtypes of the operator's meta function",
         "compile": "torch.compile takes it whole, for any number of tokens, and computes the same",
         "graph": "a captured graph replays it with other values, where the device captures graphs",

@@ -82,8 +82,10 @@ def chunk_gated_delta_rule(
     has_initial_state: Tensor | None,
     scale: float | None = None,
     use_qk_l2norm: bool = True,
+    *,
+    chunk: int = _CHUNK,
 ) -> Tensor:
-    """The gated delta rule over the tokens of each sequence of a packed batch, 32 tokens at a time.
+    """The gated delta rule over the tokens of each sequence of a packed batch, `chunk` tokens at a time.
 
     All sequences and heads take each chunk together, longest sequences first, so that a shorter one drops out of the
     batch after its last chunk. A sequence without tokens leaves its state alone; tokens past the last sequence give
@@ -91,7 +93,7 @@ def chunk_gated_delta_rule(
     """
     dtype = compute_dtype(q.dtype)
     out = v.new_zeros(v.shape)
-    chunks = Chunks.of(query_start_loc.tolist(), cache_indices.tolist(), _CHUNK)
+    chunks = Chunks.of(query_start_loc.tolist(), cache_indices.tolist(), chunk)
     if not chunks.sequences:
         return out
     index = chunks.index(q.device)
