@@ -136,14 +136,15 @@ def show(found: dict[str, Any]) -> None:
 def worker(configuration: dict[str, Any]) -> None:
     """Loads an engine; each request is one round of the workload, the answer its time in seconds."""
     replies = os.fdopen(configuration["reply_fd"], "w", buffering=1)
+    from vllm_fl.cli.models import run_model
     from vllm_fl.engines import Engine as VllmEngine
-    from vllm_fl.engines import Workload, engine_arguments, model_directory
-    from vllm_fl.progress import Reporter
+    from vllm_fl.engines import Workload
 
-    model = model_directory(configuration["model"], Reporter(sys.stderr, live=False))
-    arguments = {**engine_arguments(model, configuration["options"]), "enable_prefix_caching": False}
     work = Workload(*configuration["workload"])
-    with VllmEngine(arguments) as engine:
+    with (
+        run_model(configuration["model"], configuration["options"], None) as run,
+        VllmEngine({**run.arguments, "enable_prefix_caching": False}) as engine,
+    ):
         for variant in (1, 2):
             engine.generate(work.prompts(engine.vocabulary, variant), work.output_tokens)
         for number, _ in enumerate(requests(configuration, {}, replies)):

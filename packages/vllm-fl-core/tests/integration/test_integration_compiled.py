@@ -15,7 +15,7 @@ from vllm.forward_context import set_forward_context
 from vllm_fl.dispatch import BackendImplKind, OpImpl, bind, get_default_manager, reset_default_manager
 from vllm_fl.dispatch import set_global_policy as select_by
 from vllm_fl.dispatch.policy import SelectionPolicy
-from vllm_fl.integration.compiled import CompiledModel, traced_form
+from vllm_fl.integration.compiled import CompiledModel, Survey, traced_form
 
 _op = bind("silu_and_mul")
 
@@ -112,6 +112,37 @@ def test_code_is_traced_anew_only_where_an_implementation_is_in_it(runner: Runne
     assert runner(3.0) == 2.0  # not compiled
     model.switch_off(False)
     assert follow("five", "four") == (5.0, 3)
+
+
+def test_operators_that_a_custom_operator_hides_are_not_in_the_code(runner: Runner) -> None:
+    select("two", "three", "four", "five")
+    library = torch.library.Library("hiding", "FRAGMENT")
+    library.define("silu_and_mul(Tensor x) -> Tensor")
+    library.impl("silu_and_mul", lambda x: _op.fn(x), "CompositeExplicitAutograd")
+    manager = get_default_manager()
+    for call, expected in ((torch.ops.hiding.silu_and_mul, set()), (_op.fn, {"silu_and_mul"})):
+        survey = Survey()
+        manager.watch(survey)
+        with survey, torch.inference_mode():
+            call(torch.ones(2, 4))
+        manager.unwatch(survey)
+        assert survey.operators == expected
+
+
+def test_the_survey_leaves_out_what_the_workload_does_not_call(runner: Runner) -> None:
+    select("two", "three", "four", "five")
+    runner.profile_run()
+    model = CompiledModel(SimpleNamespace(vllm_config=runner.config, model_runner=runner))
+    model.begin_survey()
+    runner(1.0)
+    model.end_survey()
+    order = ("silu_and_mul", tuple(f"vendor:{name}" for name in ("two", "three", "four", "five")))
+    select_by(SelectionPolicy(per_op_order=(("rms_norm", ("flagos",)), order)))
+    model.follow()
+    assert runner.runs == 1
+    select("three", "two", "four", "five")
+    model.follow()
+    assert (runner(3.0), runner.runs) == (3.0, 2)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import optuna
@@ -184,38 +180,6 @@ def test_a_storage_that_cannot_be_opened(url: str, reason: str) -> None:
     assert str(caught.value) == (
         f"the storage {url!r} cannot be opened ({reason}); give a URL such as sqlite:///study.db"
     )
-
-
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, {here!r})
-from test_tune_search import RULE, SPACE, Steady, Study, search
-
-class Killed(Steady):
-    def measure(self, mix):
-        if self.calls == {call}:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().measure(mix)
-
-search(Study(SPACE, storage={url!r}, sampler="greedy"), Killed(), rule=RULE)
-"""
-
-
-@pytest.mark.parametrize(("call", "finished"), [(0, 0), (19, 2)])
-def test_kill_9_loses_the_running_trial_alone(tmp_path: Path, call: int, finished: int) -> None:
-    url = f"sqlite:///{tmp_path / 'study.db'}"
-    code = KILLED.format(here=str(Path(__file__).parent), call=call, url=url)
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ}, check=False)
-    assert done.returncode == -signal.SIGKILL
-    study = Study(SPACE, storage=url, sampler="greedy", resume=True)
-    before = study.history().trials
-    assert len(before) == finished
-    found = search(study, Steady(), rule=RULE)
-    assert list(found.history.trials[:finished]) == list(before)
-    assert found.mix == {"norm": "fast", "gate": "fast"}
-    states = [trial.state for trial in study.optuna.trials]
-    assert optuna.trial.TrialState.RUNNING not in states
-    assert [t.changed for t in found.history.trials[:3]] == [{"gate": "slow"}, {"gate": "worst"}, {"norm": "fast"}]
 
 
 BLOCKS = Dimension("block", ("32", "64", "128", "256"), "64")

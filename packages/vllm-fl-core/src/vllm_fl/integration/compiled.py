@@ -7,10 +7,12 @@ was traced is in the code: the model is traced anew, under the key of the presen
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from vllm_fl.dispatch import Selection, get_default_manager
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm_fl.dispatch import OpImpl, Selection, get_default_manager
 
 from .platform import stamp_selection
 
@@ -30,7 +32,9 @@ class CompiledModel:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._parts = _compiled_parts(worker)
-        self._form = _form_of_selection()
+        self._survey: Survey | None = None
+        self._operators: frozenset[str] | None = None  # all, as far as is known
+        self._form = self._form_of_selection(())
         self._kept: dict[Any, tuple[int, list[dict[str, Any]]]] = {}
         self._traced = 0
         #: Of the present code: another one for each time that the model was traced.
@@ -57,7 +61,7 @@ class CompiledModel:
         if not self._parts:
             return
         get_default_manager().prepare_compile()
-        form = _form_of_selection(native)
+        form = self._form_of_selection(native)
         if form == self._form:
             return
         kept = self._kept.pop(form, None)
@@ -79,6 +83,33 @@ class CompiledModel:
         for part in self._parts:
             part.do_not_compile = off
 
+    def begin_survey(self) -> None:
+        """Run the model as it is written, and see which operators its code has; the others cannot change the code."""
+        if self._parts:
+            self.switch_off(True)
+            self._survey = Survey()
+            get_default_manager().watch(self._survey)
+            self._survey.__enter__()
+
+    def end_survey(self) -> None:
+        """Take what has been seen, under the selection that the code was compiled with, as all that there is."""
+        survey, self._survey = self._survey, None
+        if survey is not None:
+            survey.__exit__(None, None, None)
+            get_default_manager().unwatch(survey)
+            self.switch_off(False)
+            self._operators = frozenset(survey.operators)
+            self._form = self._form_of_selection(())
+
+    def _form_of_selection(self, native: Iterable[str]) -> frozenset[Any]:
+        selections = get_default_manager().selections()
+        inside = frozenset(native)
+        return frozenset(
+            (name, name in inside or traced_form(selection))
+            for name, selection in selections.items()
+            if self._operators is None or name in self._operators
+        )
+
     def _trace(self) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.platforms import current_platform
@@ -93,6 +124,33 @@ class CompiledModel:
                 reset(part)
             # What compiles the model at the start of an engine.
             getattr(runner, "warming_up_model", runner.profile_run)()
+
+
+class Survey(TorchDispatchMode):
+    """Sees which operators are called from the model itself, and not from a custom operator, which hides them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: set[str] = set()
+        self._depth = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        hidden = func.namespace not in ("aten", "prims")
+        self._depth += hidden
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._depth -= hidden
+
+    def around(self, impl: OpImpl, call: Callable[..., Any]) -> Callable[..., Any]:
+        """As a watcher of the manager."""
+
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            if not self._depth:
+                self.operators.add(impl.op_name)
+            return call(*args, **kwargs)
+
+        return seen
 
 
 def traced_form(selection: Selection) -> tuple[Any, ...]:
@@ -111,12 +169,6 @@ def traced_form(selection: Selection) -> tuple[Any, ...]:
             form.append(frozenset())
         form[-1] |= {impl.impl_id}
     return tuple(form)
-
-
-def _form_of_selection(native: Iterable[str] = ()) -> frozenset[Any]:
-    selections = get_default_manager().selections()
-    inside = frozenset(native)
-    return frozenset((name, name in inside or traced_form(selection)) for name, selection in selections.items())
 
 
 def _compiled_parts(worker: Any) -> list[Any]:

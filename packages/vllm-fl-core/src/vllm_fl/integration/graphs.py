@@ -226,6 +226,13 @@ class Exchange:
         if self._captured is not None:
             self._captured.switch_off(off)
 
+    def survey(self, begin: bool) -> None:
+        """Run a workload between the two calls of this: its batches will have graphs, its operators are in the code."""
+        if begin:
+            self._compiled.begin_survey()
+        else:
+            self._compiled.end_survey()
+
 
 def obstacle(worker: Any) -> str:
     """Why the graphs of `worker` cannot be exchanged; empty if they can."""

@@ -47,8 +47,9 @@ class Host:
             remedy = "Pass --enforce-eager: an engine without graphs can always change its implementations."
             text = f"The graphs of this engine cannot be exchanged: {reasons[0]}."
             raise CommandError(text, remedy, Exit.USAGE)
-        # Shows which batches the workload has: they alone will have graphs.
+        self._engine.call("fl_survey", True)
         self._engine.generate(self._prompts(0), self._work.output_tokens)
+        self._engine.call("fl_survey", False)
 
     def profile(self) -> dict[str, float]:
         """Operator to its share of the time; without compiled code and graphs, which hide whose a kernel is."""

@@ -30,6 +30,11 @@ class TuneWorker(ProfileWorker, CompareWorker):
             self._fl_exchange = Exchange(self)
         return reason
 
+    def fl_survey(self, begin: bool) -> None:
+        """Call it before and after a workload, which shows what graphs and code have to have."""
+        if self._fl_exchange is not None:
+            self._fl_exchange.survey(begin)
+
     def fl_use_policy(self, policy: Mapping[str, Any]) -> dict[str, str]:
         """Select by `policy` from now on; operator to the implementation that is chosen."""
         with _thawed():
