@@ -7,12 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from typing import get_type_hints
 
 import pytest
 import typer
+from typer.models import OptionInfo
 
 from vllm_fl import __version__
 from vllm_fl.cli import main
+from vllm_fl.cli.app import build_app
 from vllm_fl.cli.exits import user_errors
 from vllm_fl.errors import CommandError, ConfigError, Exit, NoImplementationError
 
@@ -117,3 +120,16 @@ def test_errors_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {"error": "It broke.", "remedy": "Mend it.", "log": "/a/log", "exit_code": 3}
     assert captured.err == ""
+
+
+def test_no_option_is_named_by_its_placeholder() -> None:
+    """Typer 0.27 takes a metavar that is the parameter's name in capitals for the option's name."""
+    wrong = [
+        f"{command.callback.__name__}: --{name}"
+        for command in build_app().registered_commands
+        for name, hint in get_type_hints(command.callback, include_extras=True).items()
+        for option in getattr(hint, "__metadata__", ())
+        if isinstance(option, OptionInfo) and (option.metavar or "").lower() == name
+        if not str(option.default).startswith("--")  # under Annotated the first name is kept there
+    ]
+    assert not wrong

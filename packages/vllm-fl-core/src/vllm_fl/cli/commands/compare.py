@@ -57,9 +57,9 @@ def compare(
     output_len: Annotated[int, typer.Option(min=1, help="For a model: tokens of each answer.")] = 16,
     dtype: Annotated[
         list[str] | None,
-        typer.Option(metavar="DTYPE", help="bf16, fp32 and the like; may be repeated for an operator."),
+        typer.Option("--dtype", metavar="DTYPE", help="bf16, fp32 and the like; may be repeated for an operator."),
     ] = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="For an operator and --replay.")] = "cpu",
+    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="For an operator and --replay.")] = "cpu",
     tokens: Annotated[int, typer.Option(min=1, help="For an operator: size of the timed input.")] = 256,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show what vLLM prints instead of keeping it.")] = False,

@@ -42,7 +42,12 @@ def conformance(
     device: Annotated[str, typer.Option(help="Torch device that the operators run on.")] = "cpu",
     op: Annotated[
         list[str] | None,
-        typer.Option(metavar="OP", help="Only this operator; may be given more than once.", autocompletion=_operators),
+        typer.Option(
+            "--op",
+            metavar="OP",
+            help="Only this operator; may be given more than once.",
+            autocompletion=_operators,
+        ),
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype; may be given more than once.")] = None,
     check: Annotated[

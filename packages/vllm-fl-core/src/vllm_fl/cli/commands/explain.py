@@ -47,10 +47,11 @@ def explain(
         typer.Option(metavar="SIZES", help="Of the first tensor, 8x4096; of another argument, NAME=4096."),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="Of the floating tensors: bf16, float32 ...")
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="Of the floating tensors: bf16, float32 ...")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(metavar="DEVICE", help="Where the tensors are; it need not be here (default: cpu).")
+        str | None,
+        typer.Option("--device", metavar="DEVICE", help="Where the tensors are; it need not be here (default: cpu)."),
     ] = None,
     live: Annotated[
         Path | None,

@@ -36,7 +36,10 @@ def profile(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As for `vllm serve`; `quickstart` is the small one.")],
     policy: Annotated[
-        str, typer.Option(metavar="POLICY", help="What to select by: present, a kind, op=token|token;..., or a file.")
+        str,
+        typer.Option(
+            "--policy", metavar="POLICY", help="What to select by: present, a kind, op=token|token;..., or a file."
+        ),
     ] = "present",
     against: Annotated[
         str | None, typer.Option(metavar="POLICY", help="A second policy, whose run is put beside the first.")

@@ -39,7 +39,10 @@ def tune(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As for `vllm serve`; `quickstart` is the small one.")],
     policy: Annotated[
-        str, typer.Option(metavar="POLICY", help="The baseline: present, a kind, op=token|token;..., or a file.")
+        str,
+        typer.Option(
+            "--policy", metavar="POLICY", help="The baseline: present, a kind, op=token|token;..., or a file."
+        ),
     ] = "present",
     requests: Annotated[int, typer.Option(min=1, help="Requests, given at once.")] = 8,
     input_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
