@@ -67,6 +67,18 @@ def test_configuration_without_graphs() -> None:
     assert compilation.cudagraph_capture_sizes == compilation.compile_sizes == []
 
 
+def test_adapters_are_refused_where_nothing_multiplies_them() -> None:
+    class Without(FLPlatform):
+        device_name = "acme"
+
+    with pytest.raises(ConfigError) as caught:
+        Without.check_and_update_config(SimpleNamespace(lora_config=object()))
+    assert str(caught.value) == (
+        "--enable-lora: the platform 'acme' has no kernels for adapters; merge the adapter into the checkpoint"
+        " (merge_and_unload() of PEFT) and serve that"
+    )
+
+
 def test_a_worker_that_the_user_names_is_kept() -> None:
     config = VllmConfig(parallel_config={"worker_cls": "some.Worker"})
     assert config.parallel_config.worker_cls == "some.Worker"
