@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .common import cdiv, power_of_2, warps_for
 from .launch import fast
+from .planned import planned
 
 _TILE = 2048  # entries of a key or value that a program copies at a time
 _BLOCK = 1024  # tokens that a program places at a time
@@ -52,6 +53,7 @@ def _reshape_and_cache(
         )  # fmt: skip
 
 
+@planned
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """See :func:`vllm_fl.catalog.attention.reshape_and_cache`."""
     tokens, heads = slot_mapping.shape[0], key.shape[1]
@@ -91,6 +93,7 @@ def _compute_slot_mapping(
         tl.store(slots + token, slot.to(slots.dtype.element_ty), mask=mask)
 
 
+@planned
 def compute_slot_mapping(
     query_start_loc: Tensor, positions: Tensor, block_table: Tensor, slot_mapping: Tensor, block_size: int
 ) -> None:

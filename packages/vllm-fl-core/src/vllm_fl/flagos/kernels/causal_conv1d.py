@@ -15,6 +15,7 @@ from torch import Tensor
 from .activation import activate
 from .common import cdiv, need_unit_stride, power_of_2
 from .launch import fast
+from .planned import planned
 from .sequences import SEQUENCES, bounds, locate, need_unit_starts
 
 _TOKENS, _CHANNELS, _STEP_CHANNELS = 16, 256, 512
@@ -109,6 +110,7 @@ def _step(
     tl.store(out + token * channels + channel, y.to(out.dtype.element_ty), mask=inside)
 
 
+@planned
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -137,6 +139,7 @@ def causal_conv1d_fn(
     return out
 
 
+@planned
 def causal_conv1d_update(
     x: Tensor,
     weight: Tensor,

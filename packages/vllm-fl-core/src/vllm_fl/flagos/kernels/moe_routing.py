@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .common import cdiv, need_unit_stride, power_of_2
 from .launch import fast
+from .planned import planned
 
 MAX_EXPERTS, MAX_CHOICES = 1024, 32
 _ENTRIES = 256  # scores that a warp holds, if a row has not more
@@ -79,6 +80,7 @@ def _topk(
     tl.store(order + row * stride_o + slot[None, :], slot[None, :] * tokens + token[:, None], mask=write)
 
 
+@planned
 def topk_softmax(
     topk_weights: Tensor,
     topk_indices: Tensor,
@@ -92,6 +94,7 @@ def topk_softmax(
     _launch(outputs, gating_output, renormalize, e_score_correction_bias, 1.0, is_sigmoid=False)
 
 
+@planned
 def topk_sigmoid(
     topk_weights: Tensor,
     topk_indices: Tensor,
@@ -182,6 +185,7 @@ def _grouped_topk(
     tl.store(indices + at, ids, mask=slot[None, :] < K)
 
 
+@planned
 def grouped_topk(
     scores: Tensor,
     n_group: int,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .common import cdiv, need_unit_stride, power_of_2, warps_for
 from .launch import fast
+from .planned import planned
 
 _TILE = 1024  # pairs of entries, rotated or passed through, of a program
 
@@ -73,6 +74,7 @@ def _rotary_embedding(
         )  # fmt: skip
 
 
+@planned
 def rotary_embedding(
     query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor, is_neox_style: bool
 ) -> tuple[Tensor, Tensor] | Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .common import GRID_ROWS, cdiv, need_unit_stride, power_of_2, warps_for
 from .launch import fast
+from .planned import planned
 
 _BLOCK = 1024
 _SEARCH_BLOCK, _PIVOTS = 2048, 8  # weighed against each other in registers
@@ -38,6 +39,7 @@ def _apply_repetition_penalties(
         tl.store(at, y.to(logits.dtype.element_ty), mask=seen)
 
 
+@planned
 def apply_repetition_penalties(
     logits: Tensor, prompt_mask: Tensor, output_mask: Tensor, repetition_penalties: Tensor
 ) -> None:
@@ -177,6 +179,7 @@ def _apply_top_k_top_p(
                 tl.store(row + start + lane, gone, mask=inside & (_key(x) <= cut))
 
 
+@planned
 def apply_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> None:
     """See :func:`vllm_fl.catalog.sampling.apply_top_k_top_p`."""
     need_unit_stride("logits", logits)
