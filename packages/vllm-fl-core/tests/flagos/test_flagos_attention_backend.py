@@ -172,7 +172,7 @@ def test_the_operator_names_the_backend(attention: ModuleType) -> None:
     for options in ({"use_mla": True}, {"use_sparse": True}):
         with pytest.raises(NotImplementedError) as caught:
             attention_backend(**options)
-        assert str(caught.value) == "flagos has no multi-head latent attention and no sparse attention"
+        assert str(caught.value) == "flagos has no backend for multi-head latent or sparse attention"
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="about the interpreter")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernel_inputs import DEVICE, DTYPE_IDS, DTYPES, maker
 
-from vllm_fl.flagos.kernels import paged_attention as module
+from vllm_fl.flagos.kernels import splits
 from vllm_fl.flagos.kernels.paged_attention import Scratch, paged_attention
 
 #: (rtol and atol): products are rounded to the query's dtype once.
@@ -94,7 +94,7 @@ WITH_DTYPES = pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes milliseconds a program: a device that four splits fill."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 16)
+        monkeypatch.setattr(splits, "multiprocessors", lambda device: 16)
 
 
 @WITH_DTYPES
@@ -142,18 +142,20 @@ def test_heads_first_in_the_cache_and_a_query_that_is_part_of_a_projection(devic
 
 
 def test_no_more_splits_than_the_scratch_holds(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(splits, "multiprocessors", lambda device: 132)
     batch = Batch(DECODES)
     scratch = Scratch(*(torch.full((n,), float("nan"), device=device) for n in (80 * 16, 80, 80)))
-    found = module._splits(4, 4, 2, 16, scratch, batch.query)
+    found = splits.choose_splits(4, 4, 2, 16, scratch, batch.query)
     assert found == (4, scratch)  # 80 // (4 requests * 4 heads) = 5
     batch.check(4, scratch)
 
 
 def test_splits_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(splits, "multiprocessors", lambda device: 132)
     query = torch.empty(1, device="meta")
-    sizes = {requests: module._splits(requests, 32, 8, 128, None, query)[0] for requests in (1, 4, 16, 32, 33, 256)}
+    sizes = {
+        requests: splits.choose_splits(requests, 32, 8, 128, None, query)[0] for requests in (1, 4, 16, 32, 33, 256)
+    }
     assert sizes == {1: 16, 4: 16, 16: 4, 32: 2, 33: 1, 256: 1}
 
 

@@ -189,17 +189,21 @@ class PaddedBatch:
         return (key[:, None, :] - query[:, :, None]).float()
 
     def cache_rows(self, block_table: Tensor, block_size: int, rows_per_block: int) -> Tensor:
+        """What `find_cache_rows` gives, kept for the other layers with this block table."""
+        index = self._rows.get((block_size, rows_per_block))
+        if index is None:
+            index = self.find_cache_rows(block_table, block_size, rows_per_block)
+            self._rows[block_size, rows_per_block] = index
+        return index
+
+    def find_cache_rows(self, block_table: Tensor, block_size: int, rows_per_block: int) -> Tensor:
         """[B * L]: where the keys lie, as ``block * rows_per_block + offset``; padding repeats the last key.
 
         A repeated key is finite wherever the real ones are; a block that was never written might not be.
         """
-        index = self._rows.get((block_size, rows_per_block))
-        if index is None:
-            key = self._key_positions()
-            block = block_table[self._request[:, None], key // block_size].long()
-            index = (block * rows_per_block + key % block_size).flatten()
-            self._rows[block_size, rows_per_block] = index
-        return index
+        key = self._key_positions()
+        block = block_table[self._request[:, None], key // block_size].long()
+        return (block * rows_per_block + key % block_size).flatten()
 
     def token_rows(self) -> Tensor:
         """[B * L]: the keys' tokens in the packed batch, for sequences that lie in it whole."""

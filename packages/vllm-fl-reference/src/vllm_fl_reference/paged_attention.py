@@ -99,6 +99,27 @@ def paged_attention(
         _attend(query, rows[..., :head_size], rows[..., head_size:], output, batch, options)
 
 
+def latent_attention(
+    query: Tensor, cache: CacheRows, block_table: Tensor, output: Tensor, step: AttentionStep, scale: float
+) -> None:
+    """Causal attention whose heads share a key, a row of the cache, and a value, the beginning of that row.
+
+    Args:
+        query: [at least T, H, C], floating.
+        cache: of [blocks, 1, N, C].
+        block_table: [at least R, blocks], integers; that of the step is not read, which may serve other tables.
+        output: [at least T, H, Dv], Dv at most C; rows 0 to T - 1 are written.
+        step: the batch.
+        scale: multiplies the scores.
+    """
+    options = AttentionOptions(scale)
+    for batch in step.batches(None):
+        index = batch.find_cache_rows(block_table, cache.block_size, cache.rows_per_block)
+        rows = cache.gather(index).to(query.dtype).view(batch.size, batch.keys, 1, query.shape[-1])
+        # As values the rows keep their whole width, which PyTorch's fused kernel wants to be that of the keys.
+        _attend(query, rows, rows, output, batch, options)
+
+
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, output: Tensor, step: AttentionStep, options: AttentionOptions
 ) -> None:
@@ -131,7 +152,7 @@ def _attend(
     else:
         distances = None if options.alibi_slopes is None else batch.distances()
         result = explicit_attention(padded, key, value, batch.mask(torch.float32), options, distances)
-    batch.put(result, output)
+    batch.put(result[..., : output.shape[-1]], output)
 
 
 def fused_attention(
@@ -165,8 +186,10 @@ def fused_attention(
         result = F.scaled_dot_product_attention(rows, *repeated, attn_mask=mask, is_causal=is_causal, scale=scale)
         return result.permute(2, 0, 1, 3).unsqueeze(0)
     rows = query.transpose(1, 2)
+    if heads == 1:  # repeated without a copy
+        key, value = key.expand(-1, groups, -1, -1), value.expand(-1, groups, -1, -1)
     result = F.scaled_dot_product_attention(
-        rows, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=groups > 1
+        rows, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=groups > 1 and heads > 1
     )
     return result.transpose(1, 2).unflatten(2, (heads, groups))
 

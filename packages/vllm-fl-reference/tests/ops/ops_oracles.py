@@ -117,6 +117,38 @@ def compute_slot_mapping(
             slot_mapping[t] = block_table[request, block] * block_size + offset
 
 
+def concat_and_cache_mla(kv_c: Array, k_pe: Array, kv_cache: Array, slot_mapping: Integers) -> None:
+    for t, slot in enumerate(slot_mapping):
+        if slot >= 0:
+            block, offset = divmod(slot, kv_cache.shape[1])
+            kv_cache[block, offset, : kv_c.shape[1]] = kv_c[t]
+            kv_cache[block, offset, kv_c.shape[1] :] = k_pe[t]
+
+
+def mla_attention(
+    query: Array,
+    kv_cache: Array,
+    block_table: Integers,
+    seq_lens: Integers,
+    query_start_loc: Integers,
+    kv_lora_rank: int,
+    scale: float,
+    max_query_len: int,
+    num_decodes: int,
+) -> Array:
+    out = np.zeros((*query.shape[:2], kv_lora_rank))
+    for r, length in enumerate(seq_lens):
+        begin, end = query_start_loc[r], query_start_loc[r + 1]
+        places = [divmod(j, kv_cache.shape[1]) for j in range(length)]
+        rows = [kv_cache[block_table[r, block], offset] for block, offset in places]
+        for t in range(begin, end):
+            seen = np.stack(rows[: length - (end - 1 - t)])
+            for h in range(query.shape[1]):
+                weights = np.exp(scale * seen @ query[t, h])
+                out[t, h] = weights @ seen[:, :kv_lora_rank] / weights.sum()
+    return out
+
+
 def apply_repetition_penalties(
     logits: Array, prompt_mask: NDArray[np.bool_], output_mask: NDArray[np.bool_], repetition_penalties: Array
 ) -> None:

@@ -71,6 +71,7 @@ INPUTS: dict[str, Inputs] = {
         True,
     ),
     "reshape_and_cache": _cache,
+    "concat_and_cache_mla": lambda m, t: (m.normal(t, 8), m.normal(t, 4), m.normal(6, 8, 12), _slots(m, t)),
     "topk_softmax": _router,
     "topk_sigmoid": _router,
     "grouped_topk": lambda m, t: (m.normal(t, 16), 4, 2, 3, True, 1.5, m.normal(16), 1),

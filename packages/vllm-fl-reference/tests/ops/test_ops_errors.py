@@ -19,9 +19,7 @@ def message(error: type[Exception], call: Callable[..., Any], *args: Any, **kwar
 
 def test_attention_backend() -> None:
     assert ops.attention_backend() == "vllm_fl_reference.attention.PagedAttentionBackend"
-    assert message(NotImplementedError, ops.attention_backend, use_mla=True) == (
-        "the PyTorch reference has no backend for multi-head latent attention (VLLM_MLA_DISABLE=1 avoids it)"
-    )
+    assert ops.attention_backend(use_mla=True) == "vllm_fl.integration.mla.MLABackend"
     for mla in (False, True):
         assert message(NotImplementedError, ops.attention_backend, mla, use_sparse=True) == (
             "the PyTorch reference has no backend for sparse attention"

@@ -10,6 +10,7 @@ from ops_checking import check, copy, same_bits
 
 import vllm_fl_reference.ops as ops
 from vllm_fl.catalog import CATALOG, Case, InputMaker
+from vllm_fl.catalog.inputs.attention import make_latent_batch
 from vllm_fl_reference.ops import rotary
 from vllm_fl_reference.ops.conv import _depthwise_by_taps
 
@@ -170,6 +171,21 @@ def test_nan_in_a_slot_without_initial_state_is_not_read() -> None:
         assert torch.isfinite(state[1]).all()
 
 
+def test_latent_attention_reads_the_tokens_that_are_there() -> None:
+    """NaN in slots past the end of a request and in other blocks; the same lengths with another block table."""
+    maker = InputMaker(torch.float32)
+    query, cache, table, lengths, starts = make_latent_batch(maker, [(9, 1), (0, 7), (19, 3)], 2, (8, 4), 8)
+    tail = (lengths, starts, 8, 0.3, 7, 1)
+    want = ops.mla_attention(query, cache, table, *tail)
+    moved = torch.full((40, *cache.shape[1:]), NAN)
+    other = maker.permutation(40)[: table.numel()].view(table.shape)
+    for request, length in enumerate(lengths.tolist()):
+        for position in range(length):
+            place = request, position // 8
+            moved[other[place], position % 8] = cache[table[place], position % 8]
+    assert torch.equal(ops.mla_attention(query, moved, other, *tail), want)
+
+
 def test_an_empty_sequence_leaves_its_state() -> None:
     maker = InputMaker(torch.float32)
     starts, slots, flags = torch.tensor([0, 0, 3]), torch.tensor([2, 1]), torch.tensor([False, False])
@@ -226,7 +242,14 @@ def test_saturated_int8_products_are_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["reshape_and_cache", "compute_slot_mapping", "causal_conv1d_fn", "causal_conv1d_update"]
+    "name",
+    [
+        "reshape_and_cache",
+        "concat_and_cache_mla",
+        "compute_slot_mapping",
+        "causal_conv1d_fn",
+        "causal_conv1d_update",
+    ],
 )
 def test_the_form_that_never_waits_for_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What other devices and compiled graphs run: no look at the values, convolution by taps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -12,6 +13,7 @@ from ops_checking import check
 
 import vllm_fl_reference.ops as ops
 from vllm_fl.catalog import CATALOG, Case, InputMaker
+from vllm_fl.catalog.inputs.attention import make_latent_batch
 
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64])
 SEEDS = st.integers(0, 2**31)
@@ -91,6 +93,29 @@ def test_compute_slot_mapping(seed: int, lengths: list[int], block_size: int, ex
     table = maker.integers(1, 1000, len(lengths) + 1, 60)
     mapping = torch.full((len(positions),), -5)
     run("compute_slot_mapping", starts, torch.tensor(positions, dtype=torch.int64), table, mapping, block_size)
+
+
+@drawn
+@given(
+    dtype=DTYPES,
+    seed=SEEDS,
+    requests=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=5),
+    heads=st.integers(1, 4),
+    sizes=st.tuples(st.integers(1, 20), st.integers(0, 8)),
+    block_size=st.integers(1, 9),
+    padding=st.integers(0, 2),
+)
+def test_mla_attention(
+    dtype: torch.dtype,
+    seed: int,
+    requests: list[tuple[int, int]],
+    heads: int,
+    sizes: tuple[int, int],
+    block_size: int,
+    padding: int,
+) -> None:
+    batch = make_latent_batch(InputMaker(dtype, seed=seed), requests, heads, sizes, block_size, padding)
+    run("mla_attention", *batch, sizes[0], sum(sizes) ** -0.5, 9, 0)
 
 
 @drawn
@@ -211,9 +236,9 @@ def test_chunk_gated_delta_rule(
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 64])
-def test_chunk_size_does_not_matter(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_fl_reference.ops.gdn._CHUNK", chunk)
+def test_chunk_size_does_not_matter(chunk: int) -> None:
+    in_chunks = partial(ops.chunk_gated_delta_rule, chunk=chunk)
     spec = CATALOG["chunk_gated_delta_rule"]
     for case in spec.inputs(InputMaker(torch.float64)):
         if case.args[0].shape[0] <= 150:
-            check(spec, ops.chunk_gated_delta_rule, case)
+            check(spec, in_chunks, case)

@@ -8,5 +8,5 @@ ATTENTION = "vllm_fl.flagos.attention.FlagosAttentionBackend"
 def attention_backend(use_mla: bool = False, use_sparse: bool = False) -> str:
     """See :func:`vllm_fl.catalog.attention.attention_backend`."""
     if use_mla or use_sparse:
-        raise NotImplementedError("flagos has no multi-head latent attention and no sparse attention")
+        raise NotImplementedError("flagos has no backend for multi-head latent or sparse attention")
     return ATTENTION

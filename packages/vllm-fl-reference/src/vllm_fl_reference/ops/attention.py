@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
+from vllm_fl_reference.attention_plan import AttentionStep
+from vllm_fl_reference.paged_attention import CacheRows, latent_attention
+
 
 def attention_backend(use_mla: bool = False, use_sparse: bool = False) -> str:
-    """The paged attention of this distribution; it does neither multi-head latent nor sparse attention."""
-    if use_mla or use_sparse:
-        kind = "sparse attention" if use_sparse else "multi-head latent attention (VLLM_MLA_DISABLE=1 avoids it)"
-        raise NotImplementedError(f"the PyTorch reference has no backend for {kind}")
-    return "vllm_fl_reference.attention.PagedAttentionBackend"
+    """The paged attention of this distribution, or for latent attention the backend that calls `mla_attention`."""
+    if use_sparse:
+        raise NotImplementedError("the PyTorch reference has no backend for sparse attention")
+    return "vllm_fl.integration.mla.MLABackend" if use_mla else "vllm_fl_reference.attention.PagedAttentionBackend"
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -73,3 +77,36 @@ def compute_slot_mapping(
     position = positions[:count].to(torch.int64).masked_fill(~real, 0)
     block = block_table[request.clamp(max=block_table.shape[0] - 1), position // block_size].to(torch.int64)
     slot_mapping[:count] = torch.where(real, block * block_size + position % block_size, -1)
+
+
+def concat_and_cache_mla(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write each token's latent and rotated key into its slot of the paged latent cache; negative slots are skipped."""
+    size, cache = kv_c.shape[1], kv_cache.unsqueeze(1)
+    reshape_and_cache(kv_c.unsqueeze(1), k_pe.unsqueeze(1), cache[..., :size], cache[..., size:], slot_mapping)
+
+
+def mla_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    kv_lora_rank: int,
+    scale: float,
+    max_query_len: int,
+    num_decodes: int,
+) -> Tensor:
+    """Latent attention in padded batches. It reads the lengths on the host, and plans a batch once for all layers."""
+    row_bytes = kv_cache.shape[-1] * kv_cache.element_size()
+    step = _plan(tuple(query_start_loc.tolist()), tuple(seq_lens.tolist()), query.device, row_bytes)
+    output = query.new_zeros((*query.shape[:2], kv_lora_rank))
+    latent_attention(query, CacheRows(kv_cache.unsqueeze(1)), block_table, output, step, scale)
+    return output
+
+
+@functools.lru_cache(maxsize=1)
+def _plan(
+    query_start: tuple[int, ...], seq_lens: tuple[int, ...], device: torch.device, row_bytes: int
+) -> AttentionStep:
+    """A batch of these lengths, whatever its block table; the layers of a step ask for it one after the other."""
+    return AttentionStep(list(query_start), list(seq_lens), None, device, row_bytes=row_bytes)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm_fl.catalog.spec import Case, InputMaker
 
-from . import gdn, moe, rotary
+from . import attention, gdn, moe, rotary
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +75,21 @@ def compute_slot_mapping(maker: InputMaker, tokens: int) -> Case:
         maker.tensor([-7] * tokens, dtype=torch.int64),
         _BLOCK,
     )
+
+
+def concat_and_cache_mla(maker: InputMaker, tokens: int) -> Case:
+    import torch
+
+    blocks = max(tokens // _BLOCK + 2, 64)
+    slots = maker.permutation(blocks * _BLOCK, dtype=torch.int64)[:tokens]
+    return _case(tokens, maker.normal(tokens, 512), maker.normal(tokens, 64), maker.normal(blocks, _BLOCK, 576), slots)
+
+
+def mla_attention(maker: InputMaker, tokens: int) -> Case:
+    requests = [(20, high - low) for low, high in pairwise(_lengths(tokens))]
+    batch = attention.make_latent_batch(maker, requests, 16, (128, 32), _BLOCK)
+    # The bound on the lengths and the number of decodes are the same for small batches, as in a compiled graph.
+    return _case(tokens, *batch, 128, 160**-0.5, max(tokens, 64), 0)
 
 
 def topk_softmax(maker: InputMaker, tokens: int) -> Case:

@@ -12,7 +12,6 @@ and values of another floating dtype are converted. Any device; heads of at most
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -20,26 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import multiprocessors, need_unit_stride, power_of_2, shared_memory
+from .common import need_unit_stride, power_of_2, shared_memory
 from .launch import fast
+from .splits import Scratch, choose_splits, join_splits, request_of_block
 
-#: Splits of a decode's context at most.
-MAX_SPLITS = 16
-#: A multiprocessor runs about two programs of the decode kernel at once.
-_PROGRAMS_PER_MULTIPROCESSOR = 2
+__all__ = ["Scratch", "paged_attention"]
+
 #: Whether longer queries take the keys that all their tokens see in a loop of its own, without masks; with wide heads
 #: it would spill.
 _TWO_LOOPS = True
 _LOG2E = tl.constexpr(1.4426950408889634)
-
-
-class Scratch(NamedTuple):
-    """Room for the results of splits: `values` [n, padded head size], `maxima` and `sums` [n], float32, contiguous;
-    n counts tokens times heads times splits, and any shapes of that many entries will do."""
-
-    values: Tensor
-    maxima: Tensor
-    sums: Tensor
 
 
 class _Tile(NamedTuple):
@@ -47,19 +36,6 @@ class _Tile(NamedTuple):
     keys: int  # keys that it takes at a time
     warps: int
     stages: int
-
-
-@triton.jit
-def _request_of_block(query_start_loc, block, first, requests, origin, BLOCK_Q: tl.constexpr):
-    """The request of a query block: request ``first + i`` begins at block ``(its start - origin) // BLOCK_Q + i``."""
-    low, high = 0, requests
-    while low < high:
-        middle = (low + high) // 2
-        if (tl.load(query_start_loc + first + middle) - origin) // BLOCK_Q + middle <= block:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
 
 
 @triton.jit
@@ -123,7 +99,7 @@ def _attend(
         first = 0
     else:
         origin = tl.load(query_start_loc + first_request)
-        index = _request_of_block(query_start_loc, block, first_request, requests, origin, BLOCK_Q)
+        index = request_of_block(query_start_loc, block, first_request, requests, origin, BLOCK_Q)
         request = first_request + index
         begin = tl.load(query_start_loc + request)
         query_len = tl.load(query_start_loc + request + 1) - begin
@@ -188,23 +164,6 @@ def _attend(
         acc = acc / tl.maximum(total, 1e-30)[:, None]
         o_at = (begin + token)[:, None] * stride_ot + h[:, None] * stride_oh + d[None, :]
         tl.store(output + o_at, acc.to(output.dtype.element_ty), mask=mask)
-
-
-@fast
-@triton.jit
-def _join(
-    partial, maxima, sums, output, stride_ot, stride_oh, D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr
-):  # fmt: skip
-    """One program a token and head."""
-    token, head = tl.program_id(0), tl.program_id(1)
-    base = (token * tl.num_programs(1) + head) * SPLITS
-    s, d = tl.arange(0, SPLITS), tl.arange(0, D_PAD)
-    m = tl.load(maxima + base + s)
-    weight = tl.exp2(m - tl.maximum(tl.max(m, 0), -1e30))
-    total = tl.sum(weight * tl.load(sums + base + s), 0)
-    acc = tl.load(partial + (base + s)[:, None] * D_PAD + d[None, :], mask=d[None, :] < D, other=0.0)
-    acc = tl.sum(acc * weight[:, None], 0) / tl.maximum(total, 1e-30)
-    tl.store(output + token * stride_ot + head * stride_oh + d, acc.to(output.dtype.element_ty), mask=d < D)
 
 
 def paged_attention(
@@ -275,14 +234,14 @@ def paged_attention(
     tensors = (query, key_cache, value_cache, block_table, seq_lens, query_start_loc, sinks, output)
     if num_decodes:
         tile = _tile(1, shape["D_PAD"], shape["GROUP_PAD"], query)
-        splits, room = _splits(num_decodes, num_heads, kv_heads, shape["D_PAD"], scratch, query)
+        splits, room = choose_splits(num_decodes, num_heads, kv_heads, shape["D_PAD"], scratch, query)
         _attend[(num_decodes, kv_heads, splits)](
             *tensors, *room, scale, soft_cap, 0, num_decodes, *strides, **shape,
             BLOCK_Q=tile.rows // shape["GROUP_PAD"], TILE=tile.keys, DECODE=True, SPLITS=splits, TWO_LOOPS=False,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if splits > 1:
-            _join[(num_decodes, num_heads)](
+            join_splits[(num_decodes, num_heads)](
                 *room, output, output.stride(0), output.stride(1),
                 D=head_size, D_PAD=shape["D_PAD"], SPLITS=splits, num_warps=2,
             )  # fmt: skip
@@ -316,23 +275,3 @@ def _tile(query_len: int, d_pad: int, group_pad: int, like: Tensor) -> _Tile:
     rows = (256 if is_large else 128) // (2 if is_wide else 1)
     rows = max(min(64 * group_pad, rows), group_pad)
     return _Tile(rows, 64 if is_large else 32, 8 if is_wide or rows > 64 else 4, 2)
-
-
-def _splits(
-    requests: int, num_heads: int, kv_heads: int, d_pad: int, scratch: Scratch | None, like: Tensor
-) -> tuple[int, Scratch | tuple[None, None, None]]:
-    """Splits of each decode, a power of two, and where their results go."""
-    programs, entries = requests * kv_heads, requests * num_heads
-    most = MAX_SPLITS
-    if scratch is not None:
-        most = min(most, scratch.maxima.numel() // entries, scratch.values.numel() // (entries * d_pad))
-    wanted = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(like.device)
-    splits = 1
-    while programs * splits < wanted and 2 * splits <= most:
-        splits *= 2
-    if splits == 1:
-        return 1, (None, None, None)
-    if scratch is None:
-        new = functools.partial(like.new_empty, dtype=torch.float32)
-        scratch = Scratch(new((entries * splits, d_pad)), new((entries * splits,)), new((entries * splits,)))
-    return splits, scratch
