@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import signal
 import statistics
 import subprocess
@@ -38,7 +39,7 @@ class Side:
 
 
 class WorkerError(Exception):
-    """A side's process ended or failed; the message has the end of its log."""
+    """A side's process ended or failed; the message has the first errors of its log, and the end."""
 
 
 class Engine:
@@ -77,8 +78,11 @@ class Engine:
         line = self.replies.readline()
         if not line:
             self.process.wait()
-            tail = "\n".join(self.log.read_text("utf-8", "replace").splitlines()[-25:])
-            raise WorkerError(f"{self.side.name} ended with code {self.process.returncode}. Log: {self.log}\n{tail}")
+            lines = self.log.read_text("utf-8", "replace").splitlines()
+            # What ended an engine's process comes first, the complaints of those that waited for it last.
+            shown = [line for line in lines[:-12] if re.search(r"\w(Error|Exception): ", line)][:3] + lines[-12:]
+            text = "\n".join(shown)
+            raise WorkerError(f"{self.side.name} ended with code {self.process.returncode}. Log: {self.log}\n{text}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -11,7 +11,7 @@ Phases, each of which fails or ends by itself; the others go on:
   vLLM's dummy weights differ with the number of ranks): TP 1, TP 2 of vLLM itself, TP 2 through FlagCX with captured
   graphs, and eager, all loaded together. They have to be equal.
 - throughput: benchmarks/serving_parity.py with TP 2, vLLM itself against our platform with the communicator, by turns.
-- peer: a rank of a plain loop of all-reduces is killed; the other has to end with exit status 70 within the limit.
+- peer: a rank of a plain loop of all-reduces is killed; the other has to end with an error within the limit.
 - kill: a worker of a generating TP 2 engine is killed; the engine has to end with an error within the limit.
 
 FOLDER has a config.json. Without FLAGCX_PATH, ``--stand-in`` builds a library that forwards FlagCX's calls to NCCL.
@@ -43,7 +43,6 @@ PHASES = ("tokens", "throughput", "peer", "kill")
 PROMPTS = [[3, 5, 7, 9, 11, 13], list(range(10, 66)), [42], [(7 * i) % 280 + 5 for i in range(150)]]
 NEW_TOKENS = 24
 TINY = ("qwen3", "qwen3_moe")
-ENDED = 70  # vllm_fl_comm.watchdog.EXIT_STATUS
 
 
 def arguments() -> argparse.Namespace:
@@ -169,7 +168,7 @@ def _differences(first: Any, answers: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, answer in answers.items():
         if isinstance(answer, str):
-            found[name] = answer[-600:]
+            found[name] = answer[:900]
         elif isinstance(first, list) and answer != first:
             pairs = enumerate(zip(first, answer, strict=True))
             places = ((i, [k for k, (a, b) in enumerate(zip(*pair, strict=True)) if a != b]) for i, pair in pairs)
@@ -295,8 +294,8 @@ def _lost(options: argparse.Namespace, work: str, limit: float) -> dict[str, Any
     named = [
         line for line in lines if re.search(r"did not end|a peer was lost|EngineDeadError|died unexpectedly", line)
     ]
-    expected = code == ENDED if work == "peer" and options.device == "cuda" else code not in (None, 0)
-    return {"ok": expected, "exit_status": code, "seconds_to_end": seconds, "said": [line[-300:] for line in named[:3]]}
+    ok = code not in (None, 0) and bool(named)
+    return {"ok": ok, "exit_status": code, "seconds_to_end": seconds, "said": [line[-300:] for line in named[:3]]}
 
 
 def _victim(folder: Path, process: subprocess.Popen[bytes], log: Path, limit: float = 240.0) -> int:
