@@ -17,6 +17,7 @@ import platform
 import sys
 import timeit
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
@@ -28,15 +29,28 @@ from rich.table import Table
 
 from vllm_fl import __version__
 from vllm_fl.catalog import CATALOG
-from vllm_fl.dispatch import BackendImplKind, OpImpl, OpManager, SelectionPolicy, set_global_policy
+from vllm_fl.dispatch import (
+    BackendImplKind,
+    OpImpl,
+    OpManager,
+    Parameter,
+    ParameterPath,
+    SelectionPolicy,
+    set_global_policy,
+)
 from vllm_fl.dispatch.default import adopt_default_manager, call_op, resolve_op
 
 OPERATOR = "rms_norm"
+TUNED = "gemma_rms_norm"  # takes the same, and its implementation's parameters are not the defaults
+PARAMETERS = (Parameter("block", (64, 128), 64), Parameter("warps", (4, 8), 4))
+POLICY = SelectionPolicy(
+    parameters=tuple((ParameterPath(TUNED, "vendor.chosen", p.name), str(p.values[1])) for p in PARAMETERS)
+)
 ARGUMENTS = "x, None, weight, 1e-6"
-BUDGET_NS = {"bound operator": 100.0, "call_op": 300.0}
+BUDGET_NS = {"bound operator": 100.0, "bound operator with two parameters": 100.0, "call_op": 300.0}
 
 
-def direct(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
+def direct(x: Any, residual: Any, weight: Any, epsilon: float, *, block: int = 64, warps: int = 4) -> Any:
     """The implementation that every subject ends in."""
     return x
 
@@ -49,7 +63,9 @@ def make_manager(implementations: int) -> OpManager:
 
 
 def _implementations(count: int) -> Iterator[OpImpl]:
-    yield OpImpl(OPERATOR, "vendor.chosen", BackendImplKind.VENDOR, direct, vendor="chosen", priority=10_000)
+    chosen: dict[str, Any] = {"vendor": "chosen", "priority": 10_000}
+    yield OpImpl(OPERATOR, "vendor.chosen", BackendImplKind.VENDOR, direct, **chosen)
+    yield OpImpl(TUNED, "vendor.chosen", BackendImplKind.VENDOR, direct, **chosen, parameters=PARAMETERS)
     names = list(CATALOG)
     for index in range(count - 1):
         spec = CATALOG[names[index % len(names)]]
@@ -61,12 +77,15 @@ def measure(implementations: int, repeats: int, calls: int) -> dict[str, float]:
     """Nanoseconds a call of each subject, and of the first resolution."""
     manager = make_manager(implementations)
     adopt_default_manager(manager)
-    bound = manager.bind(OPERATOR)
-    names = {"direct": direct, "bound": bound, "call_op": call_op, "resolve_op": resolve_op, "x": 1, "weight": 2}
-    bound(1, None, 2, 1e-6)
+    bound, tuned = manager.bind(OPERATOR), manager.bind(TUNED)
+    names = {"direct": direct, "bound": bound, "tuned": tuned, "x": 1, "weight": 2}
+    names |= {"call_op": call_op, "resolve_op": resolve_op}
+    for operator in (bound, tuned):
+        operator(1, None, 2, 1e-6)
     timers = {
         "direct call": timeit.Timer(f"direct({ARGUMENTS})", globals=names),
         "bound operator": timeit.Timer(f"bound.fn({ARGUMENTS})", globals=names),
+        "bound operator with two parameters": timeit.Timer(f"tuned.fn({ARGUMENTS})", globals=names),
         "bound object": timeit.Timer(f"bound({ARGUMENTS})", globals=names),
         "call_op": timeit.Timer(f"call_op({OPERATOR!r}, {ARGUMENTS})", globals=names),
         "resolve_op": timeit.Timer(f"resolve_op({OPERATOR!r})", globals=names),
@@ -92,7 +111,12 @@ def _timed(manager: OpManager) -> int:
 
 def over_direct(times: dict[str, float]) -> dict[str, float]:
     """The cost over the direct call, for what ends in one."""
-    return {name: times[name] - times["direct call"] for name in ("bound operator", "bound object", "call_op")}
+    names = ("bound operator", "bound operator with two parameters", "bound object", "call_op")
+    return {name: times[name] - times["direct call"] for name in names}
+
+
+def _over_direct(name: str, times: dict[str, float]) -> float:
+    return over_direct(times)[name]
 
 
 def machine() -> dict[str, Any]:
@@ -117,11 +141,10 @@ def _cpu_name() -> str:
 
 
 def show(results: dict[int, dict[str, float]], console: Console) -> None:
+    over = {f"{name}, over direct": name for name in over_direct(next(iter(results.values())))}
     subjects: dict[str, Callable[[dict[str, float]], float]] = {
         "direct call": lambda times: times["direct call"],
-        "bound operator, over direct": lambda times: over_direct(times)["bound operator"],
-        "bound object, over direct": lambda times: over_direct(times)["bound object"],
-        "call_op, over direct": lambda times: over_direct(times)["call_op"],
+        **{title: partial(_over_direct, name) for title, name in over.items()},
         "resolve_op": lambda times: times["resolve_op"],
         "first resolution": lambda times: times["first resolution"],
     }
@@ -143,7 +166,7 @@ def main() -> None:
     if min(options.implementations, default=0) < 1 or options.repeats < 1 or options.calls < 1:
         parser.error("counts are at least 1")
     console = Console(stderr=True)
-    set_global_policy(SelectionPolicy())  # not the configuration of whoever runs this
+    set_global_policy(POLICY)  # not the configuration of whoever runs this
     counts = track(options.implementations, description="measuring", console=console, transient=True)
     results = {count: measure(count, options.repeats, options.calls) for count in counts}
     show(results, console)

@@ -45,9 +45,10 @@ class Link:
         function: what to call in place of the implementation's function, with its parameters if there are any.
         configuration: the parameters that the plan's function is to pass by itself; `function` is then the
             implementation's own with nothing around it.
+        own: the implementation's function with its parameters.
     """
 
-    __slots__ = ("call", "configuration", "dtypes", "fn", "impl", "index", "left_out", "tensor_index")
+    __slots__ = ("call", "configuration", "dtypes", "fn", "impl", "index", "left_out", "own", "tensor_index")
 
     def __init__(
         self,
@@ -57,10 +58,12 @@ class Link:
         hooks: tuple[Hook, ...] = (),
         function: Call | None = None,
         configuration: Configuration | None = None,
+        own: Call | None = None,
     ) -> None:
         self.impl = impl
         self.index = index
         self.configuration = configuration
+        self.own = own or impl.fn
         function = function or impl.fn
         self.fn: Call = _observed(function, hooks) if hooks else function
         self.left_out = _left_out(spec, impl.fn) if spec is not None else ()

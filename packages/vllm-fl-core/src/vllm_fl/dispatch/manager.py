@@ -24,7 +24,7 @@ from .initialization import register_everything
 from .links import Call
 from .observers import Observers, Watcher
 from .plan import OpPlan
-from .planner import Planner, configured_call
+from .planner import Planner
 from .policy import PolicyManager, SelectionPolicy
 from .registry import OpRegistry
 from .selection import Selection
@@ -103,8 +103,7 @@ class OpManager:
 
     def resolve(self, op_name: str) -> Call:
         """The chosen implementation's own function, with its parameters. Raises as :meth:`call`."""
-        plan = self._plan(op_name)
-        return configured_call(plan.selection.accepted[0], plan.spec)[0]
+        return self._plan(op_name).links[0].own
 
     def resolve_candidates(self, op_name: str) -> list[OpImpl]:
         """The accepted implementations, in the order in which they are tried. Raises as :meth:`call`."""

@@ -11,7 +11,7 @@ from vllm_fl.errors import NoImplementationError, UnknownOperatorError, did_you_
 from .environment import probe_environment
 from .links import Call, Link
 from .observers import Observers
-from .parameters import Configuration, configuration_of
+from .parameters import configuration_of
 from .plan import OpPlan, PlanHost
 from .policy import SelectionPolicy
 from .registry import OpRegistry
@@ -70,18 +70,12 @@ class Planner:
 
     def _link(self, candidate: Candidate, index: int, spec: OpSpec | None) -> Link:
         impl = candidate.impl
-        configured, configuration = configured_call(candidate, spec)
+        configuration = configuration_of(impl, candidate.settings, spec)
+        own: Call = impl.fn if configuration is None else configuration.bind(impl.fn)
         hooks = self._observers.hooks(impl.op_name, impl.impl_id)
-        function = self._observers.function(impl, configured)
-        is_bare = function is configured and not hooks
-        return Link(impl, index, spec, hooks, function, configuration if is_bare else None)
-
-
-def configured_call(candidate: Candidate, spec: OpSpec | None) -> tuple[Call, Configuration | None]:
-    """The candidate's function with its parameters, and these; None where all have their defaults."""
-    configuration = configuration_of(candidate.impl, candidate.settings, spec)
-    fn = candidate.impl.fn
-    return fn if configuration is None else configuration.bind(fn), configuration
+        function = self._observers.function(impl, own)
+        is_bare = function is own and not hooks
+        return Link(impl, index, spec, hooks, function, configuration if is_bare else None, own)
 
 
 def _nothing_accepted(selection: Selection) -> str:
