@@ -56,13 +56,13 @@ UNGROUPED = [
 
 @pytest.mark.parametrize("case", [c for c in cases("fused_experts", torch.float32) if DEVICE != "cpu" or c != "large"])
 def test_experts(device: str, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    monkeypatch.setattr(fused_moe, "_SPARSE", 10**6)
+    monkeypatch.setitem(fused_experts.__kwdefaults__, "sparse", 10**6)
     check(fused_experts, "fused_experts", *cases("fused_experts", torch.float32)[case].args)
 
 
 @pytest.mark.parametrize("case", UNGROUPED)
 def test_experts_one_by_one(device: str, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    monkeypatch.setattr(fused_moe, "_SPARSE", 0)
+    monkeypatch.setitem(fused_experts.__kwdefaults__, "sparse", 0)
     check(fused_experts, "fused_experts", *cases("fused_experts", torch.float32)[case].args)
 
 
@@ -92,7 +92,7 @@ def test_numbers_of_tokens(device: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("sparse", [0, 10**6], ids=["one by one", "grouped"])
 def test_negative_ids_contribute_nothing(device: str, monkeypatch: pytest.MonkeyPatch, sparse: int) -> None:
-    monkeypatch.setattr(fused_moe, "_SPARSE", sparse)
+    monkeypatch.setitem(fused_experts.__kwdefaults__, "sparse", sparse)
     args = list(cases("fused_experts", torch.float32)["regular"].args)
     args[4] = args[4].clone()
     args[4][1] = -1

@@ -46,7 +46,7 @@ def check(ids: torch.Tensor, block: int, experts: int, local: torch.Tensor | Non
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both paths at any size."""
     if request.param == "two launches":
-        monkeypatch.setattr(moe_align, "_SMALL", 0)
+        monkeypatch.setitem(moe_align_block_size.__kwdefaults__, "small", 0)
         if DEVICE == "cpu":
             monkeypatch.setattr(moe_align, "_CHUNK", 32)
 

@@ -9,6 +9,7 @@ from vllm_fl.dispatch.types import Availability, BackendImplKind, BackendPriorit
 from vllm_fl.plugins import load_at_first_call
 
 from . import availability
+from .parameters import BUCKETS, PARAMETERS
 
 if TYPE_CHECKING:
     from vllm_fl.dispatch import OpRegistry
@@ -31,6 +32,8 @@ TRITON_OPERATORS = {
     "attention_backend": "backends",
     "reshape_and_cache": "kernels.cache",
     "compute_slot_mapping": "kernels.cache",
+    "concat_and_cache_mla": "kernels.mla",
+    "mla_attention": "kernels.mla",
     "topk_softmax": "kernels.moe_routing",
     "topk_sigmoid": "kernels.moe_routing",
     "grouped_topk": "kernels.moe_routing",
@@ -85,15 +88,18 @@ def register(registry: OpRegistry) -> None:
 
 
 def _implementation(name: str, impl_id: str, target: str, probe: Probe, priority: int) -> OpImpl:
+    parameters = PARAMETERS.get(name, ()) if impl_id == TRITON else ()
     return OpImpl(
         op_name=name,
         impl_id=impl_id,
         kind=BackendImplKind.DEFAULT,
-        fn=load_at_first_call(name, target, probe),
+        fn=load_at_first_call(name, target, probe, parameters),
         priority=priority,
         supported_dtypes=_DTYPES.get(name, _FLOATING),
         supports=_no_bfloat16 if availability.is_interpreted() else None,
         opaque=name != "attention_backend",  # its result is no tensor
+        parameters=parameters,
+        buckets=BUCKETS.get(name, ()) if parameters else (),
     )
 
 

@@ -1,6 +1,6 @@
 """Gated activations: one pass over both halves of each row.
 
-Programs take 1,024 entries of one row. Any row stride is taken, the last dimension must be contiguous. Any device.
+Programs take `block` entries of one row. Any row stride is taken, the last dimension must be contiguous. Any device.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from torch import Tensor
 
 from .common import GRID_ROWS, cdiv, need_unit_stride
 from .launch import fast
+from .planned import planned
 
-_BLOCK = 1024
-_WARPS = 4
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
@@ -47,20 +46,22 @@ def _activate_and_mul(
         tl.store(out + row * d + column, (activate(gate, KIND) * up).to(out.dtype.element_ty), mask=mask)
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
+@planned
+def silu_and_mul(x: Tensor, *, block: int = 1024, warps: int = 4) -> Tensor:
     """See :func:`vllm_fl.catalog.activation.silu_and_mul`."""
-    return _launch(x, "silu")
+    return _launch(x, "silu", block, warps)
 
 
-def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+@planned
+def gelu_and_mul(x: Tensor, approximate: str = "none", *, block: int = 1024, warps: int = 4) -> Tensor:
     """See :func:`vllm_fl.catalog.activation.gelu_and_mul`."""
     kind = _GELU.get(approximate)
     if kind is None:
         raise NotImplementedError(f"approximate: {approximate!r} is not one of {', '.join(_GELU)}")
-    return _launch(x, kind)
+    return _launch(x, kind, block, warps)
 
 
-def _launch(x: Tensor, kind: str) -> Tensor:
+def _launch(x: Tensor, kind: str, block: int, warps: int) -> Tensor:
     need_unit_stride("x", x)
     d = x.shape[-1] // 2
     out = x.new_empty((*x.shape[:-1], d))
@@ -68,8 +69,8 @@ def _launch(x: Tensor, kind: str) -> Tensor:
         return out
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     rows = flat.shape[0]
-    grid = (cdiv(d, _BLOCK), min(rows, GRID_ROWS), cdiv(rows, GRID_ROWS))
+    grid = (cdiv(d, block), min(rows, GRID_ROWS), cdiv(rows, GRID_ROWS))
     _activate_and_mul[grid](
-        flat, out, rows, d, flat.stride(0), KIND=kind, BLOCK=_BLOCK, ROWS_PER_LAYER=GRID_ROWS, num_warps=_WARPS
+        flat, out, rows, d, flat.stride(0), KIND=kind, BLOCK=block, ROWS_PER_LAYER=GRID_ROWS, num_warps=warps
     )
     return out

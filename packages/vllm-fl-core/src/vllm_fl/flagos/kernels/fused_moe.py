@@ -4,8 +4,8 @@ Routes are grouped by expert in blocks (moe_align_block_size), a program compute
 activation is applied to the gate and up products while they are in registers: a program of the first product loads two
 tiles of weights, one of gate rows and one of up rows. The second product applies the router's weights, and the routes
 of a token are added up at the end. The grid has room for every block that there could be; how many there are is read on
-the device, where the others end at once. If tokens are so few that hardly two share an expert, each route is a block of
-its own and nothing is grouped.
+the device, where the others end at once. If tokens are so few that hardly two share an expert (`sparse` experts or more
+a route), each route is a block of its own and nothing is grouped.
 
 Weights are read once if all programs of an expert run at about the same time. Programs therefore walk along the rows of
 one block's weights first, and over `band` blocks first where an expert has several.
@@ -29,6 +29,7 @@ from .common import cdiv, multiprocessors, need_unit_stride, shared_memory
 from .launch import fast
 from .moe_align import moe_align_block_size
 from .moe_sum import sum_routes
+from .planned import planned
 
 #: Activation -> (of the gate, or of the only half; whether there is an up half).
 _ACTIVATIONS = {
@@ -41,8 +42,6 @@ _ACTIVATIONS = {
     "gelu_tanh_no_mul": ("gelu_tanh", False),
     "relu2_no_mul": ("relu2", False),
 }
-#: So many experts for each route, and routes are not grouped.
-_SPARSE = 4
 
 
 class Tile(NamedTuple):
@@ -160,6 +159,7 @@ def _grouped_product(
     tl.store(at, total.to(out.dtype.element_ty), mask=live[:, None] & in_row)
 
 
+@planned
 def fused_experts(
     hidden_states: Tensor,
     w1: Tensor,
@@ -171,6 +171,11 @@ def fused_experts(
     expert_map: Tensor | None = None,
     w1_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
+    *,
+    sparse: int = 4,
+    rows: int | None = None,
+    warps: int | None = None,
+    stages: int | None = None,
 ) -> Tensor:
     """See :func:`vllm_fl.catalog.moe.fused_experts`."""
     if activation not in _ACTIVATIONS:
@@ -193,14 +198,17 @@ def fused_experts(
     num_experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
     ids, scales = topk_ids.contiguous(), topk_weights.contiguous()
     routes = tokens * choices
-    grouped = tokens > 1 and routes * _SPARSE > num_experts
-    first, second = tiles(routes, num_experts, inner, hidden, hidden_states, is_grouped=grouped, is_gated=is_gated)
+    grouped = tokens > 1 and routes * sparse > num_experts
+    sizes = (routes, num_experts, inner, hidden, hidden_states)
+    first, second = tiles(*sizes, is_grouped=grouped, is_gated=is_gated, rows=rows if grouped else None)
     groups: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     blocks = routes
     if grouped:
         groups = moe_align_block_size(ids, first.rows, num_experts, expert_map, False, True)
         blocks = groups[1].shape[0]
     common = {"HAS_MAP": expert_map is not None, "GROUPED": grouped, "routes": routes, "num_experts": num_experts}
+    if warps or stages:
+        first, second = (t._replace(warps=warps or t.warps, stages=stages or t.stages) for t in (first, second))
     h = hidden_states.new_empty((routes, inner))
     y = hidden_states.new_empty((routes, hidden))
     _launch(
@@ -235,7 +243,15 @@ def _launch(
 
 
 def tiles(
-    routes: int, experts: int, inner: int, hidden: int, like: Tensor, *, is_grouped: bool, is_gated: bool
+    routes: int,
+    experts: int,
+    inner: int,
+    hidden: int,
+    like: Tensor,
+    *,
+    is_grouped: bool,
+    is_gated: bool,
+    rows: int | None = None,
 ) -> tuple[Tile, Tile]:
     """Launch configurations of both products, which share the number of rows.
 
@@ -251,9 +267,10 @@ def tiles(
         like: a tensor of the inputs' dtype and device.
         is_grouped: a block may hold several routes.
         is_gated: the first product has two tiles of weights.
+        rows: the number of rows, if it is not to follow the routes; no more than fit are taken.
     """
     mean = routes / experts if is_grouped else 1.0
-    rows = next((rows for rows, most in ((16, 12), (32, 24), (64, 63)) if mean <= most), 128)
+    rows = rows or next((rows for rows, most in ((16, 12), (32, 24), (64, 63)) if mean <= most), 128)
     halves = 2 if is_gated else 1
     if like.dtype == torch.float32:
         rows = min(rows, 32)

@@ -1,6 +1,6 @@
 """The gated delta rule token by token, and the gates of all its forms.
 
-A program takes 32 rows of one state, [Dv, Dk] with Dk contiguous, and reads and writes each entry once. With S the
+A program takes `rows` rows of one state, [Dv, Dk] with Dk contiguous, and reads and writes each entry once. With S the
 decayed state, the output is ``S q + beta (v - S k) (k . q)``, so that both products come from the entries as they were
 read. A row is laid out as pieces of 128 bytes, which neighbouring lanes read, and its pieces lie in the registers of
 one lane: a sum over a row takes three exchanges between lanes where a plain row would take five. Arithmetic is in
@@ -19,6 +19,7 @@ from torch import Tensor, float32
 
 from .common import cdiv, need_unit_stride, power_of_2, warps_for
 from .launch import fast
+from .planned import planned
 from .sequences import bounds
 
 _ROWS = 32
@@ -145,6 +146,7 @@ def _sequence(
         tl.store(at, s.to(state.dtype.element_ty), mask=mask)
 
 
+@planned
 def fused_gdn_gating(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """See :func:`vllm_fl.catalog.gdn.fused_gdn_gating`."""
     g, beta = a.new_empty(a.shape, dtype=float32), b.new_empty(b.shape)
@@ -157,6 +159,7 @@ def fused_gdn_gating(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tu
     return g, beta
 
 
+@planned
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -167,9 +170,12 @@ def fused_recurrent_gated_delta_rule(
     cache_indices: Tensor,
     scale: float | None = None,
     use_qk_l2norm: bool = True,
+    *,
+    rows: int = _ROWS,
+    warps: int | None = None,
 ) -> Tensor:
     """See :func:`vllm_fl.catalog.gdn.fused_recurrent_gated_delta_rule`."""
-    sizes, strides, options = _configure(q, k, v, g, beta, state, use_qk_l2norm)
+    sizes, strides, options = _configure(q, k, v, g, beta, state, use_qk_l2norm, rows, warps)
     out = v.new_empty(v.shape)
     if out.numel():
         _step[(v.shape[0] * v.shape[1] * options["TILES"],)](
@@ -193,7 +199,7 @@ def recurrent_prefill(
     use_qk_l2norm: bool,
 ) -> Tensor:
     """As :func:`vllm_fl.catalog.gdn.chunk_gated_delta_rule`, one token of each sequence after another."""
-    sizes, strides, options = _configure(q, k, v, g, beta, state, use_qk_l2norm)
+    sizes, strides, options = _configure(q, k, v, g, beta, state, use_qk_l2norm, _ROWS, None)
     out = v.new_empty(v.shape)
     sequences, has_flags = cache_indices.shape[0], has_initial_state is not None
     if out.numel():
@@ -206,9 +212,9 @@ def recurrent_prefill(
 
 
 def _configure(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, l2norm: bool
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, l2norm: bool, most: int, warps: int | None
 ) -> tuple[tuple[int, int], tuple[int, ...], dict[str, Any]]:
-    """Sizes of keys and values, strides, and constants of both kernels.
+    """Sizes of keys and values, strides, and constants of both kernels, with `most` rows a program.
 
     Raises:
         NotImplementedError: what they cannot take.
@@ -220,9 +226,9 @@ def _configure(
         raise NotImplementedError(f"keys of {key_dim} entries; at most {_MOST} are kept in registers")
     columns = power_of_2(key_dim)
     piece = min(columns, _LINE // state.element_size())
-    rows = min(power_of_2(value_dim), _ROWS)
+    rows = min(power_of_2(value_dim), most)
     strides = [*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *g.stride(), *beta.stride(), *state.stride()[:3]]
     constants = {"HEADS": heads, "GROUP": heads // q.shape[1], "L2NORM": l2norm, "TILES": cdiv(value_dim, rows)}
     layout = {"ROWS": rows, "PIECES": columns // piece, "PIECE": piece}
-    warps = warps_for(rows * columns, per_warp=1024, most=8)
+    warps = warps or warps_for(rows * columns, per_warp=1024, most=8)
     return (key_dim, value_dim), tuple(strides), {**constants, **layout, "num_warps": warps}

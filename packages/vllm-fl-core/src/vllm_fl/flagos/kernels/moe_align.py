@@ -13,11 +13,11 @@ from torch import Tensor
 
 from .common import cdiv
 from .launch import fast
+from .planned import planned
 
-_SMALL = 1024  # routes that one program places by itself
 _CHUNK = 512  # routes a program takes at a time on the parallel path
 _MAX_PROGRAMS = 96
-_SMALL_PROGRAMS, _SMALL_WARPS, _COUNT_WARPS, _PLACE_WARPS, _ROWS = 8, 4, 4, 4, 16
+_SMALL_PROGRAMS, _ROWS = 8, 16
 
 
 @triton.jit
@@ -138,6 +138,7 @@ def _place(
         tl.store(sorted_ids + slot, offsets, mask=found)
 
 
+@planned
 def moe_align_block_size(
     topk_ids: Tensor,
     block_size: int,
@@ -145,8 +146,11 @@ def moe_align_block_size(
     expert_map: Tensor | None = None,
     pad_sorted_ids: bool = False,
     ignore_invalid_experts: bool = False,
+    *,
+    small: int = 1024,
+    warps: int = 4,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`vllm_fl.catalog.moe.moe_align_block_size`."""
+    """See :func:`vllm_fl.catalog.moe.moe_align_block_size`. Up to `small` routes one launch places them."""
     numel = topk_ids.numel()
     num_slots = numel + num_experts * (block_size - 1)
     if pad_sorted_ids:
@@ -156,7 +160,7 @@ def moe_align_block_size(
     num_blocks = cdiv(num_slots, block_size)
     experts = triton.next_power_of_2(num_experts)
     per_program = max(cdiv(cdiv(numel, _CHUNK), _MAX_PROGRAMS), 1) * _CHUNK
-    programs = cdiv(numel, per_program) if numel > _SMALL else 0
+    programs = cdiv(numel, per_program) if numel > small else 0
     new = topk_ids.new_empty
     sorted_ids, expert_ids, num_post_pad = (new(n, dtype=torch.int32) for n in (num_slots, num_blocks, 1))
     rows = new((max(2 * programs, 1), experts), dtype=torch.int32)
@@ -165,15 +169,15 @@ def moe_align_block_size(
     if not programs:
         _align_small[(min(_SMALL_PROGRAMS, experts),)](
             topk_ids, expert_map, sorted_ids, expert_ids, num_post_pad, rows, numel, num_blocks, num_experts,
-            block_size=block_size, CHUNK=_SMALL, HAS_MAP=has_map, num_warps=_SMALL_WARPS, **flags,
+            block_size=block_size, CHUNK=small, HAS_MAP=has_map, num_warps=warps, **flags,
         )  # fmt: skip
         return sorted_ids, expert_ids, num_post_pad
     _count[(programs,)](
         topk_ids, expert_map, sorted_ids, expert_ids, rows, numel, num_slots, num_blocks, num_experts, per_program,
-        CHUNK=_CHUNK, num_warps=_COUNT_WARPS, **flags,
+        CHUNK=_CHUNK, num_warps=warps, **flags,
     )  # fmt: skip
     _place[(programs,)](
         topk_ids, expert_map, sorted_ids, expert_ids, num_post_pad, rows, rows[programs:], numel, num_experts,
-        per_program, block_size=block_size, CHUNK=_CHUNK, ROWS=_ROWS, HAS_MAP=has_map, num_warps=_PLACE_WARPS, **flags,
+        per_program, block_size=block_size, CHUNK=_CHUNK, ROWS=_ROWS, HAS_MAP=has_map, num_warps=warps, **flags,
     )  # fmt: skip
     return sorted_ids, expert_ids, num_post_pad

@@ -1,6 +1,6 @@
 """The sum over a token's experts: one pass, float32.
 
-Programs take 1,024 entries of one token. Any strides. Any device.
+Programs take `block` entries of one token. Any strides. Any device.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from .common import GRID_ROWS, cdiv
 from .launch import fast
-
-_BLOCK, _WARPS = 1024, 4
+from .planned import planned
 
 
 @triton.jit
@@ -48,13 +47,20 @@ def _sum(
         tl.store(out + token * out_token + entry * out_entry, total.to(out.dtype.element_ty), mask=mask)
 
 
-def moe_sum(input: Tensor, output: Tensor) -> None:
+@planned
+def moe_sum(input: Tensor, output: Tensor, *, block: int = 1024, warps: int = 4) -> None:
     """See :func:`vllm_fl.catalog.moe.moe_sum`."""
-    sum_routes(input, output, None, None, 0)
+    sum_routes(input, output, None, None, 0, block, warps)
 
 
 def sum_routes(
-    input: Tensor, output: Tensor, topk_ids: Tensor | None, expert_map: Tensor | None, num_experts: int
+    input: Tensor,
+    output: Tensor,
+    topk_ids: Tensor | None,
+    expert_map: Tensor | None,
+    num_experts: int,
+    block: int = 1024,
+    warps: int = 4,
 ) -> None:
     """``moe_sum`` that leaves out the routes to experts that are not here; what `input` has for them is not read.
 
@@ -64,13 +70,14 @@ def sum_routes(
         topk_ids: [T, topk], integers, contiguous; None counts all routes.
         expert_map: [num_experts], int32, -1 for experts elsewhere; or None.
         num_experts: routes to ids outside ``[0, num_experts)`` are left out.
+        block, warps: entries and warps of a program.
     """
     tokens, topk, size = input.shape
     if not output.numel():
         return
-    grid = (cdiv(size, _BLOCK), min(tokens, GRID_ROWS), cdiv(tokens, GRID_ROWS))
+    grid = (cdiv(size, block), min(tokens, GRID_ROWS), cdiv(tokens, GRID_ROWS))
     _sum[grid](
         input, output, topk_ids, expert_map, tokens, size, num_experts, *input.stride(), *output.stride(),
-        K=topk, HAS_IDS=topk_ids is not None, HAS_MAP=expert_map is not None, BLOCK=_BLOCK,
-        ROWS_PER_LAYER=GRID_ROWS, num_warps=_WARPS,
+        K=topk, HAS_IDS=topk_ids is not None, HAS_MAP=expert_map is not None, BLOCK=block,
+        ROWS_PER_LAYER=GRID_ROWS, num_warps=warps,
     )  # fmt: skip

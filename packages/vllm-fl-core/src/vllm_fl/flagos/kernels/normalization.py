@@ -1,6 +1,7 @@
 """RMS normalisation, with a residual or a gate: each row is read once and kept in registers.
 
-A program takes one long row, or several short ones (the heads of a query norm, the groups of a gated norm). Sum, mean
+A program takes one long row, or several short ones of at least `tile` entries (the heads of a query norm, the groups of
+a gated norm). Sum, mean
 of squares and products are in float32; the normalised value comes from the sum before that is rounded to the residual's
 dtype. Rows beyond 16,384 entries are read twice. Any row strides are taken, the last dimension must be contiguous. Any
 device.
@@ -17,8 +18,9 @@ from torch import Tensor
 from .activation import activate
 from .common import cdiv, need_unit_stride, power_of_2, rows_of, warps_for
 from .launch import fast
+from .planned import planned
 
-_TILE = 1024  # entries that a program takes at least, in several rows if they are short
+_TILE = 1024
 _MOST = 16384  # entries of a row that fit into the registers of a program
 _GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
@@ -125,22 +127,42 @@ def _rms_norm_gated(
     tl.store(out + row.to(tl.int64)[:, None] * width + column[None, :], y.to(out.dtype.element_ty), mask=mask)
 
 
+@planned
 def rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, epsilon: float
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    epsilon: float,
+    *,
+    tile: int = _TILE,
+    warps: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See :func:`vllm_fl.catalog.normalization.rms_norm`."""
-    return _normalize(x, residual, weight, epsilon, 0.0)
+    return _normalize(x, residual, weight, epsilon, 0.0, tile, warps)
 
 
+@planned
 def gemma_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    epsilon: float,
+    *,
+    tile: int = _TILE,
+    warps: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See :func:`vllm_fl.catalog.normalization.gemma_rms_norm`."""
-    return _normalize(x, residual, weight, epsilon, 1.0)
+    return _normalize(x, residual, weight, epsilon, 1.0, tile, warps)
 
 
 def _normalize(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, epsilon: float, offset: float
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    epsilon: float,
+    offset: float,
+    tile: int,
+    warps: int | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     width = x.shape[-1]
     if weight is not None:
@@ -151,28 +173,29 @@ def _normalize(
     total = None if residual is None else residual.new_empty(residual.shape)
     rows = read.rows
     if rows:
-        kernel, block, per_program, warps = _shape(width)
+        kernel, block, per_program, num_warps = _shape(width, tile, warps)
         _, _, x_inner, x_outer_stride, x_inner_stride = read
         _, _, r_inner, r_outer_stride, r_inner_stride = read_residual
         kernel[(cdiv(rows, per_program),)](
             read.tensor, None if residual is None else read_residual.tensor, weight, out, total, rows, width, epsilon,
             x_inner, x_outer_stride, x_inner_stride, r_inner, r_outer_stride, r_inner_stride,
             HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, OFFSET=offset,
-            ROWS=per_program, BLOCK=block, num_warps=warps,
+            ROWS=per_program, BLOCK=block, num_warps=num_warps,
         )  # fmt: skip
     return out if total is None else (out, total)
 
 
 @functools.cache
-def _shape(width: int) -> tuple[triton.JITFunction, int, int, int]:
+def _shape(width: int, tile: int, warps: int | None) -> tuple[triton.JITFunction, int, int, int]:
     """Kernel, block, rows a program and warps for rows of this width."""
     block = power_of_2(width)
     if block > _MOST:
-        return _rms_norm_long, _MOST // 4, 1, warps_for(_MOST // 4)
-    per_program = max(_TILE // block, 1)
-    return _rms_norm, block, per_program, warps_for(per_program * block)
+        return _rms_norm_long, _MOST // 4, 1, warps or warps_for(_MOST // 4)
+    per_program = max(tile // block, 1)
+    return _rms_norm, block, per_program, warps or warps_for(per_program * block)
 
 
+@planned
 def rms_norm_gated(
     x: Tensor,
     gate: Tensor | None,
@@ -181,6 +204,9 @@ def rms_norm_gated(
     group_size: int | None = None,
     norm_before_gate: bool = True,
     activation: str = "silu",
+    *,
+    tile: int = _TILE,
+    warps: int | None = None,
 ) -> Tensor:
     """See :func:`vllm_fl.catalog.normalization.rms_norm_gated`."""
     if activation not in _GATES:
@@ -194,11 +220,11 @@ def rms_norm_gated(
     read_gate = read if gate is None else rows_of("gate", gate, width)
     out = x.new_empty(x.shape)
     if read.rows:
-        per_program = max(_TILE // block, 1)
+        per_program = max(tile // block, 1)
         _rms_norm_gated[(cdiv(read.rows, per_program),)](
             read.tensor, None if gate is None else read_gate.tensor, weight, out,
             read.rows, width, x.shape[-1] // width, epsilon, *read[2:], *read_gate[2:],
             HAS_GATE=gate is not None, NORM_FIRST=norm_before_gate, KIND=_GATES[activation],
-            ROWS=per_program, BLOCK=block, num_warps=warps_for(per_program * block),
+            ROWS=per_program, BLOCK=block, num_warps=warps or warps_for(per_program * block),
         )  # fmt: skip
     return out

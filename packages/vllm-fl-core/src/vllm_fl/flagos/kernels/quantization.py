@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .common import cdiv, need_unit_stride, power_of_2, rows_of, warps_for
 from .launch import fast
+from .planned import planned
 
 _TILE = 1024  # entries that a program quantises at least
 _FLOAT8_ARCH = 89
@@ -64,6 +65,7 @@ def _quantize_groups(
     tl.store(scales + scale_at, scale, mask=row < rows)
 
 
+@planned
 def per_token_group_quant_fp8(
     x: Tensor, group_size: int, eps: float = 1e-10, column_major_scales: bool = False, use_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -151,8 +153,17 @@ def _scaled_mm(
     tl.store(at, result.to(out.dtype.element_ty), mask=has_row & has_column)
 
 
+@planned
 def scaled_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: str, bias: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out_dtype: str,
+    bias: Tensor | None = None,
+    *,
+    warps: int | None = None,
+    stages: int | None = None,
 ) -> Tensor:
     """See :func:`vllm_fl.catalog.quantization.scaled_mm`."""
     if out_dtype not in _OUT:
@@ -168,7 +179,7 @@ def scaled_mm(
         return out
     kind_a, group_a = _kind_of_a(scale_a, m, k)
     kind_b, group_bk, group_bn = _kind_of_b(scale_b, k, n)
-    block_m, block_n, warps, stages = _tile(m)
+    block_m, block_n, usual_warps, usual_stages = _tile(m)
     block_k = 128
     for group in (group_a, group_bk):
         block_k = min(block_k, group & -group)
@@ -180,7 +191,8 @@ def scaled_mm(
         *_strides(scale_a), *_strides(scale_b), group_a, group_bk, group_bn,
         KIND_A=kind_a, KIND_B=kind_b, HAS_BIAS=bias is not None, FLOAT=a.dtype != torch.int8,
         ACCUMULATOR=tl.int32 if a.dtype == torch.int8 and not by_group else tl.float32,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, BAND=8, num_warps=warps, num_stages=stages,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, BAND=8, num_warps=warps or usual_warps,
+        num_stages=stages or usual_stages,
     )  # fmt: skip
     return out
 
