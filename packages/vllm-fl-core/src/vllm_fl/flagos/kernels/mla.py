@@ -21,6 +21,7 @@ from torch import Tensor
 from .cache import reshape_and_cache
 from .common import cdiv, need_unit_stride, power_of_2, shared_memory
 from .launch import fast
+from .planned import planned
 from .splits import choose_splits, join_splits, request_of_block
 
 _MOST_ENTRIES = 512
@@ -115,6 +116,7 @@ def _mla_attend(
         tl.store(o_at[:, None] + c[None, :], acc.to(output.dtype.element_ty), mask=mask)
 
 
+@planned
 def mla_attention(
     query: Tensor,
     kv_cache: Tensor,
@@ -194,6 +196,7 @@ def _tile(query_len: int, num_heads: int, like: Tensor) -> _Tile:
     return _Tile(32, 32, 8, 2)
 
 
+@planned
 def concat_and_cache_mla(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """See :func:`vllm_fl.catalog.attention.concat_and_cache_mla`."""
     size, cache = kv_c.shape[1], kv_cache.unsqueeze(1)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .common import need_unit_stride, power_of_2, shared_memory
 from .launch import fast
+from .planned import planned
 from .splits import Scratch, choose_splits, join_splits, request_of_block
 
 __all__ = ["Scratch", "paged_attention"]
@@ -206,6 +207,32 @@ def paged_attention(
     Raises:
         NotImplementedError: heads of more than 256 entries, or a stride that is not taken.
     """
+    values, maxima, sums = scratch or (None, None, None)
+    _attend_batch(
+        query, key_cache, value_cache, block_table, seq_lens, query_start_loc, output,
+        scale, max_query_len, num_decodes, window, soft_cap, sinks, values, maxima, sums,
+    )  # fmt: skip
+
+
+@planned
+def _attend_batch(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    output: Tensor,
+    scale: float,
+    max_query_len: int,
+    num_decodes: int,
+    window: int,
+    soft_cap: float,
+    sinks: Tensor | None,
+    values: Tensor | None,
+    maxima: Tensor | None,
+    sums: Tensor | None,
+) -> None:
     num_heads, head_size = query.shape[1:]
     if head_size > 256:
         raise NotImplementedError(f"query: heads of {head_size} entries, at most 256")
@@ -234,6 +261,7 @@ def paged_attention(
     tensors = (query, key_cache, value_cache, block_table, seq_lens, query_start_loc, sinks, output)
     if num_decodes:
         tile = _tile(1, shape["D_PAD"], shape["GROUP_PAD"], query)
+        scratch = None if values is None or maxima is None or sums is None else Scratch(values, maxima, sums)
         splits, room = choose_splits(num_decodes, num_heads, kv_heads, shape["D_PAD"], scratch, query)
         _attend[(num_decodes, kv_heads, splits)](
             *tensors, *room, scale, soft_cap, 0, num_decodes, *strides, **shape,
