@@ -14,6 +14,7 @@ best of them, and what the rule takes.
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import json
 import sys
@@ -89,13 +90,15 @@ def tune_experts(model: str, tokens: int, repeats: int) -> dict[str, Any]:
     """The whole operator with each first product, and then with each second one behind the best first."""
     inputs = expert_inputs(model, tokens)
     experts, topk, hidden, inner = EXPERTS[model]
-    grouped = tokens > 1 and tokens * topk * fused_moe._SPARSE > experts
+    decide = inspect.unwrap(fused_moe.fused_experts)  # a plan would keep the tiles that it was made with
+    sparse = inspect.signature(decide).parameters["sparse"].default
+    grouped = tokens > 1 and tokens * topk * sparse > experts
     rule = fused_moe.tiles(tokens * topk, experts, inner, hidden, inputs[0], is_grouped=grouped, is_gated=True)
 
     def time(first: Tile, second: Tile) -> float:
         with mock.patch.object(fused_moe, "tiles", return_value=(first, second)):
             try:
-                return measure(lambda: fused_moe.fused_experts(*inputs), repeats)["us"]
+                return measure(lambda: decide(*inputs), repeats)["us"]
             except Exception:
                 return float("inf")
 
@@ -119,14 +122,14 @@ def tune_attention(model: str, requests: int, length: int, query_len: int, repea
     group = heads // kv_heads
 
     def time(tile: Any, two_loops: bool) -> float:
-        parts = {"_tile": lambda *args: tile or rule(*args), "_TWO_LOOPS": two_loops}
+        parts = {"_tile": lambda *args: tile or rule(*args), "_TWO_LOOPS": two_loops, "_attend_batch": decide}
         with mock.patch.multiple(paged_attention, **parts):
             try:
                 return measure(call, repeats)["us"]
             except Exception:
                 return float("inf")
 
-    rule = paged_attention._tile
+    rule, decide = paged_attention._tile, inspect.unwrap(paged_attention._attend_batch)
     line: dict[str, Any] = {"rule_us": time(None, paged_attention._TWO_LOOPS)}
     like = torch.empty(0, dtype=DTYPE, device="cuda")
     line["rule"] = tuple(rule(query_len, size, group, like))
