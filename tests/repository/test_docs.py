@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import pytest
 from repository_tree import ROOT, tracked_files
 
 from vllm_fl.config import ENVIRONMENT, UNSUPPORTED
-from vllm_fl.dispatch import BackendImplKind, get_default_manager
 
 DOCUMENTS = tracked_files(".md")
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^ *```", re.MULTILINE | re.DOTALL)
@@ -76,17 +74,6 @@ def test_readme_has_examples() -> None:
 def test_readme_example_runs(place: str, code: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{place}\n{done.stderr}"
-
-
-@pytest.mark.parametrize("document", ["README.md", "packages/vllm-fl-core/README.md"])
-def test_what_is_said_about_flagos_is_so(document: str) -> None:
-    """Both say that nothing of kind flagos is registered, as long as that is true, and no longer."""
-    manager = get_default_manager()
-    manager.ensure_initialized()
-    implementations = itertools.chain.from_iterable(manager.registry.snapshot().impls_by_op.values())
-    kinds = {implementation.kind for implementation in implementations}
-    said = "not registered yet" in (text := _prose(ROOT / document)) or "is registered yet" in text
-    assert said == (BackendImplKind.DEFAULT not in kinds)
 
 
 def _commands(path: Path) -> str:
