@@ -28,12 +28,14 @@ from threading import Lock
 from typing import Any
 
 import matrix_page
+import vllm_tests_page
 from matrix_environments import describe, describe_here, prepare
 from processes import end_with_signal, run_group, vllm_environment
 from steps import BootstrapError, cache_dir, locked, say
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tests" / "matrix" / "results.json"
+VLLM_TESTS = ROOT / "tests" / "matrix" / "vllm_tests.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 VERSIONS = ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 #: Models that run compiled, too, under the name with this suffix.
@@ -132,7 +134,13 @@ def merge(results: dict[str, Any], environments: dict[str, dict[str, str]], cell
 
 def write(results: dict[str, Any]) -> None:
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(matrix_page.render(results), encoding="utf-8")
+    PAGE.write_text(document(results), encoding="utf-8")
+
+
+def document(results: dict[str, Any]) -> str:
+    """docs/compatibility.md: these results, and those of other scripts that are there."""
+    more = vllm_tests_page.section(json.loads(VLLM_TESTS.read_text(encoding="utf-8"))) if VLLM_TESTS.exists() else []
+    return matrix_page.render(results, more)
 
 
 def known_models() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 HEAD = """\
@@ -43,8 +44,8 @@ def version_key(column: str) -> tuple[tuple[int, ...], str]:
     return tuple(int(part) for part in version.split(".")), device
 
 
-def render(results: dict[str, Any]) -> str:
-    """The document."""
+def render(results: dict[str, Any], more: Sequence[str] = ()) -> str:
+    """The document; `more` are lines of further sections."""
     versions = list(results["environments"])
     cells = {(cell["model"], cell["vllm"]): cell for cell in results["cells"]}
     models = sorted({cell["model"] for cell in results["cells"]})
@@ -54,8 +55,8 @@ def render(results: dict[str, Any]) -> str:
     environments = [["vLLM", *PACKAGES]]
     for version, packages in results["environments"].items():
         environments.append([version, *(packages[name] for name in PACKAGES)])
-    sections = [HEAD, *rows(table), "", *reasons(results["cells"]), "## Versions", "", *rows(environments), "", TAIL]
-    return "\n".join(sections)
+    matrix = [HEAD, *rows(table), "", *reasons(results["cells"]), "## Versions", "", *rows(environments), ""]
+    return "\n".join([*matrix, *more, TAIL])
 
 
 def mark(cell: dict[str, Any] | None) -> str:

@@ -24,7 +24,7 @@ def cell(version: str, model: str, outcome: str = "passed", reason: str = "") ->
 
 def test_the_document_is_made_from_the_results() -> None:
     text = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
-    assert text == matrix_page.render(matrix.read_results()), "run `python scripts/matrix.py --render`"
+    assert text == matrix.document(matrix.read_results()), "run `python scripts/matrix.py --render`"
 
 
 def test_every_version_has_every_model() -> None:
