@@ -117,6 +117,22 @@ def test_the_time_holds_the_last_comparison_too() -> None:
     assert found.seconds <= 60.0 + 2 * RULE.first
 
 
+class Noisy(Steady):
+    """Nothing is certain."""
+
+    def measure(self, mix: Mix) -> float:
+        self.calls, self.clock = self.calls + 1, self.clock + 1.0
+        return 2.0 if self.calls % 3 else 1.0
+
+
+def test_what_stays_uncertain_leaves_time_for_the_others() -> None:
+    names = [f"operator{number}" for number in range(8)]
+    space = SearchSpace(tuple(Operator(name, ("fast", "slow"), 0.1) for name in names))
+    history = search(Study(space, sampler="greedy"), Noisy(), budget=Budget(seconds=400.0)).history
+    assert [next(iter(trial.changed)) for trial in history.trials[:8]] == names
+    assert history.trials[0].rounds < Rule().max_rounds
+
+
 class Fading(Steady):
     """What was faster in three trials is not in the last comparison."""
 

@@ -7,7 +7,7 @@ from itertools import combinations, product
 
 from vllm_fl.dispatch.parameters import parse_variant
 
-from .space import Mix, Operator
+from .space import Mix, Operator, changes
 from .trials import History
 
 #: So many of the operators with the largest shares are also changed in pairs.
@@ -31,6 +31,12 @@ def proposals(history: History) -> Iterator[Mix]:
 def remaining(history: History) -> int:
     """How many trials the greedy search still wants, as far as is known now."""
     return sum(1 for _ in {tuple(sorted(mix.items())) for mix in proposals(history)})
+
+
+def urgent(history: History) -> int:
+    """How many of them change one operator alone; all of them once there are no such."""
+    wanted = [len(changes(mix, history.best)) for mix in proposals(history)]
+    return wanted.count(1) or len(wanted)
 
 
 def _all(history: History) -> Iterator[Mix]:

@@ -20,6 +20,8 @@ Stop = Literal["nothing left to try", "time", "trials", "interrupted"]
 #: one of a lucky stop. Fewer where they would take more than this part of the time.
 CONFIRMING_ROUNDS, _LEAST_CONFIRMING_ROUNDS = 30, 6
 _CONFIRMING_PART = 0.25
+#: After its first look a trial may take so many times its part of the time, so that all operators have their turn.
+_PARTS = 2.0
 #: So many trials in a row in which the best mix so far fails mean that the machine, not a mix, is at fault.
 _BASELINE_FAILURES = 3
 #: Interval ends beyond it are kept as it: JSON has no infinity.
@@ -151,7 +153,7 @@ class _Search:
         failure: TrialFailed | None = None
         try:
             self._measurer.check(mix)
-            self._compare(mix, best, test, costs)
+            self._compare(mix, best, test, costs, begin + self._allotted(history))
         except TrialFailed as error:
             failure = error
         except KeyboardInterrupt:
@@ -175,7 +177,7 @@ class _Search:
             seconds=seconds,
         )
 
-    def _compare(self, mix: Mix, best: Mix, test: SequentialTest, costs: list[float]) -> None:
+    def _compare(self, mix: Mix, best: Mix, test: SequentialTest, costs: list[float], until: float) -> None:
         over = False
         while not over:
             begin = self._measurer.now()
@@ -183,7 +185,8 @@ class _Search:
             costs.append(cost)
             over = test.add(cost, candidate)
             self._round_s = self._measurer.now() - begin
-            over = over or (len(costs) >= self._rule.first and self._is_over())
+            late = self._measurer.now() >= until or self._is_over()
+            over = over or (len(costs) >= self._rule.first and late)
 
     def _pair(self, best: Mix, mix: Mix, mix_first: bool) -> tuple[float, float]:
         """The costs of a round of each; callers alternate which comes first, so that a steady drift cancels."""
@@ -214,8 +217,16 @@ class _Search:
 
     def _is_over(self) -> bool:
         """Whether the time is up but for what the last comparison takes."""
-        limit = self._budget.seconds
-        return limit is not None and self._elapsed() + self._round_s * self._confirming_rounds() >= limit
+        return self._left_for_trials() <= 0.0
+
+    def _left_for_trials(self) -> float:
+        """Seconds until the last comparison has to begin."""
+        limit = math.inf if self._budget.seconds is None else self._budget.seconds
+        return limit - self._elapsed() - self._round_s * self._confirming_rounds()
+
+    def _allotted(self, history: History) -> float:
+        """Seconds that the next trial may take."""
+        return _PARTS * self._left_for_trials() / (self._study.urgent(history) or 1)
 
     def _confirming_rounds(self) -> int:
         if self._budget.seconds is None or self._round_s == 0.0:

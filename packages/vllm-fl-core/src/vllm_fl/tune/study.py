@@ -114,6 +114,10 @@ class Study:
         """How many trials the search still wants; None where only the budget ends it."""
         return greedy.remaining(history) if self._kind in ("greedy", "auto") else None
 
+    def urgent(self, history: History) -> int | None:
+        """How many trials should have their turn before the time is up; None where nothing says so."""
+        return greedy.urgent(history) if self._kind in ("greedy", "auto") else None
+
     def importances(self) -> dict[str, float]:
         """Operator to how much its implementation and parameters matter, between 0 and 1; empty if too few trials."""
         import optuna
