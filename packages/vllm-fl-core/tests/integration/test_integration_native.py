@@ -43,12 +43,12 @@ def select(token: str) -> None:
 def test_a_layer_follows_the_selection(model: Any, spy: Any) -> None:
     x = torch.ones(2, 4)
     select(ACME)
-    assert follow_selection(model, ["none"]) == {"silu_and_mul": "vendor.acme"}
+    assert follow_selection(model, ["none", "+silu_and_mul"]) == {"silu_and_mul": "vendor.acme"}
     seen = spy("silu_and_mul")
     torch.testing.assert_close(model(x), model[0].forward_native(x))
     assert seen.calls == 0
     select(REFERENCE)
-    assert follow_selection(model, ["none"]) == {}
+    assert follow_selection(model, ["none", "+silu_and_mul"]) == {}
     seen = spy("silu_and_mul")
     torch.testing.assert_close(model(x), torch.nn.functional.silu(x[:, :2]))
     assert seen.calls == 1
@@ -61,8 +61,18 @@ def test_where_layers_are_on_the_kernel_of_vllm_serves(model: Any, monkeypatch: 
     assert float(model(torch.ones(1))) == 2.0
 
 
+@pytest.mark.parametrize("custom_ops", [["none"], ["all", "-silu_and_mul"]])
+def test_a_layer_that_is_switched_off_stays_off(model: Any, custom_ops: list[str], spy: Any) -> None:
+    model[0]._forward_method = model[0].forward_native  # as vLLM does
+    select(REFERENCE)
+    assert follow_selection(model, custom_ops) == {}
+    seen = spy("silu_and_mul")
+    model(torch.ones(1, 4))
+    assert seen.calls == 0
+
+
 def test_a_platform_without_layers_of_its_own_changes_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "native_vendor", None)
     select(ACME)
-    assert follow_selection(model, ["none"]) == {}
+    assert follow_selection(model, ["none", "+silu_and_mul"]) == {}
     assert float(model(torch.ones(1, 4))[0, 0]) == 7.0

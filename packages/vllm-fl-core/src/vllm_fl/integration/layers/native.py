@@ -19,8 +19,8 @@ _OURS = __package__ or "vllm_fl.integration.layers"
 def follow_selection(model: Any, custom_ops: list[str]) -> dict[str, str]:
     """Let every replaced layer compute as in an engine that would start with the present selection.
 
-    Layers that were vLLM's own when the model was loaded stay so, and so do mixtures of experts and gated delta nets,
-    which prepare their weights for either.
+    Layers that were vLLM's own when the model was loaded stay so, and so do those that the user has switched off in
+    ``custom_ops``, and mixtures of experts and gated delta nets, which prepare their weights for either.
 
     Args:
         model: the ``torch.nn.Module``.
@@ -33,11 +33,12 @@ def follow_selection(model: Any, custom_ops: list[str]) -> dict[str, str]:
     if vendor is None:
         return {}
     ours = {layer.custom_op for layer in replaced(vendor)}
-    simple = {layer.custom_op for layer in LAYERS if layer.custom_op == layer.name}  # of one operator of that name
+    simple = (layer.name for layer in LAYERS if layer.custom_op == layer.name)  # of one operator of that name
+    switched_on = {name for name in simple if _is_on(name, custom_ops)}
     native: dict[str, str] = {}
     for module in model.modules():
         original = _original(module)
-        if original is None or module.name not in simple:
+        if original is None or module.name not in switched_on:
             continue
         if module.name in ours:
             module._forward_method = module.forward_cuda
@@ -46,6 +47,10 @@ def follow_selection(model: Any, custom_ops: list[str]) -> dict[str, str]:
         module._forward_method = original.forward_native if "none" in custom_ops else original.forward_cuda
         native[module.name] = get_default_manager().get_selected_impl_id(module.name)
     return native
+
+
+def _is_on(name: str, custom_ops: list[str]) -> bool:
+    return f"-{name}" not in custom_ops and (f"+{name}" in custom_ops or "none" not in custom_ops)
 
 
 def _original(module: Any) -> Any:
