@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 
 import pytest
@@ -26,6 +27,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == HERE and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(900))
+        for mark in item.iter_markers("feature"):  # into the JUnit file, for scripts/features.py
+            about = inspect.cleandoc(item.function.__doc__).partition("\n")[0]
+            item.user_properties += [("feature", mark.args[0]), ("checked", about)]
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import os
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,41 @@ class TinyModel:
     path: Path
     _model: Any
 
+    def logits(self, tokens: Sequence[int]) -> Any:
+        """Of the token after each of `tokens`, [len(tokens), vocabulary], computed in float32, as float64."""
+        import torch
+
+        with torch.inference_mode():
+            return self._model(torch.tensor([list(tokens)])).logits[0].double()
+
+    def state(self, tokens: Sequence[int]) -> Any:
+        """The last state of the last token, [hidden size], float32."""
+        import torch
+
+        with torch.inference_mode():
+            return self._model.model(torch.tensor([list(tokens)])).last_hidden_state[0, -1]
+
+    def linear_modules(self) -> Iterator[tuple[str, Any]]:
+        """(name, module) of every linear layer."""
+        import torch
+
+        return ((name, m) for name, m in self._model.named_modules() if isinstance(m, torch.nn.Linear))
+
+    def with_added(self, weights: dict[str, Any], path: Path | None = None) -> TinyModel:
+        """The model with these matrices added to the weights of its modules, by name; on disk if there is a path."""
+        model = copy.deepcopy(self._model)
+        for name, weight in weights.items():
+            model.get_submodule(name).weight.data += weight
+        if path is not None:
+            model.save_pretrained(path)
+            save_byte_tokenizer(path)
+        return TinyModel(path or self.path, model)
+
+    @property
+    def embeddings(self) -> Any:
+        """[vocabulary, hidden size]"""
+        return self._model.get_input_embeddings().weight.data
+
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
         """What transformers continues each prompt with, in float32, one prompt at a time."""
         import torch
@@ -141,10 +177,19 @@ def make_engine(model: str, **arguments: Any) -> Any:
     return LLM(model=model, **{**defaults, **arguments})
 
 
-def greedy(engine: Any, prompts: list[list[int]], **sampling: Any) -> list[list[int]]:
-    """The tokens that the engine continues each prompt with."""
+def ask(engine: Any, prompts: list[list[int]], **sampling: Any) -> Any:
+    """vLLM's answers, greedy and of NEW_TOKENS tokens if `sampling` does not say otherwise."""
     from vllm import SamplingParams
 
-    parameters = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, **sampling)
-    outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    parameters = SamplingParams(**{"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True, **sampling})
+    return engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
+
+
+def tokens_of(answers: Any) -> list[list[int]]:
+    """The tokens of all answers, in order."""
+    return [list(output.token_ids) for answer in answers for output in answer.outputs]
+
+
+def greedy(engine: Any, prompts: list[list[int]], **sampling: Any) -> list[list[int]]:
+    """The tokens that the engine continues each prompt with."""
+    return tokens_of(ask(engine, prompts, **sampling))
