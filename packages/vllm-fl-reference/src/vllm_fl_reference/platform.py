@@ -15,6 +15,7 @@ from vllm_fl.errors import ConfigError
 from vllm_fl.integration.platform import OutOfTreePlatform
 from vllm_fl.logging import get_logger
 
+from .features import settle_lora, settle_speculation
 from .threads import make_forks_safe
 
 __all__ = ["ReferencePlatform"]
@@ -88,19 +89,26 @@ class ReferencePlatform(OutOfTreePlatform):
     def get_compile_backend(cls) -> str:
         return "inductor"
 
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return "vllm_fl_reference.lora.GroupedLoRA"
+
+    def is_sleep_mode_available(self) -> bool:
+        return True
+
     # --- configuration ---
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
         super().pre_register_and_update(parser)
         make_forks_safe()
-        # There is no latent attention here: DeepSeek's models compute it as plain attention, which is the same.
-        os.environ.setdefault("VLLM_MLA_DISABLE", "1")
         # Inductor's pool of compile processes cannot be started from the workers of the multiprocess executor.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
+        settle_speculation(vllm_config)
+        settle_lora(vllm_config)
         compilation = vllm_config.compilation_config
         if compilation.mode is None and not _has_compiler():
             from vllm.config import CompilationMode
