@@ -197,6 +197,7 @@ def test_a_failure_while_capturing_leaves_the_engine_without_the_graphs(
     def fail(*_: Any) -> None:
         raise RuntimeError("planted")
 
+    graphs.use("a")
     monkeypatch.setattr(runner, "capture_model", fail)
     with pytest.raises(RuntimeError, match="planted"):
         graphs.use("b")

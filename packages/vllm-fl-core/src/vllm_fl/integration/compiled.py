@@ -135,7 +135,7 @@ class Survey(TorchDispatchMode):
         self._depth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        hidden = func.namespace not in ("aten", "prims")
+        hidden = getattr(func, "namespace", "") not in ("aten", "prims")
         self._depth += hidden
         try:
             return func(*args, **(kwargs or {}))

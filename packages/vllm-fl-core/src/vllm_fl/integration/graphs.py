@@ -147,6 +147,7 @@ class CapturedGraphs:
         self._sets[selection] = captured
         while len(self._sets) > KEPT:
             del self._sets[next(iter(self._sets))]
+        self._with_graphs, self._shown = frozenset(), self._nothing  # until there are all of them
         self._place(captured)
         wanted = self._wanted()
         missing = wanted - captured.batches
