@@ -14,7 +14,7 @@ from vllm_fl.profile.kernel_names import kernel_names_of
 from vllm_fl.profile.providers import is_matrix_product, operator_of, provider_of
 
 NAMES = KernelNames(
-    ours=frozenset({"_activate_and_mul", "_align_small", "_rms_norm", "_reshape_and_cache"}),
+    ours=frozenset({"_activate_and_mul", "_align_small", "_rms_norm", "_reshape_and_cache", "_mla_attend"}),
     vllm=frozenset({"fused_moe_kernel", "kernel_unified_attention", "_causal_conv1d_update_kernel"}),
     flaggems=frozenset({"_rms_norm", "mm_kernel_general", "moe_align_block_size_stage1", "fused_moe_kernel"}),
 )
@@ -25,6 +25,7 @@ KERNELS: list[tuple[str, Provider, str | None]] = [
     ("_activate_and_mul_0", Provider.OURS, "silu_and_mul"),  # inside a graph of inductor
     ("_align_small", Provider.OURS, "moe_align_block_size"),
     ("_reshape_and_cache", Provider.OURS, "reshape_and_cache"),
+    ("_mla_attend", Provider.OURS, "mla_attention"),
     ("_rms_norm", Provider.OURS, "rms_norm"),
     ("silu_and_mul_kernel_kernel_rank_2", Provider.FLAGGEMS, "silu_and_mul"),
     ("add_func_kernel_rank_1", Provider.FLAGGEMS, None),

@@ -82,6 +82,8 @@ _OPERATORS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"rms_?norm", "rms_norm"),
         (r"rotary|rope", "rotary_embedding"),
         (r"reshape_and_cache", "reshape_and_cache"),
+        (r"concat_and_cache_mla", "concat_and_cache_mla"),
+        (r"_mla_attend", "mla_attention"),
         (r"slot_mapping", "compute_slot_mapping"),
         (r"repetition_penalt", "apply_repetition_penalties"),
         (r"top_?k_?top_?p", "apply_top_k_top_p"),
