@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Runs vLLM's own tests on our platform, and again without us: ``python scripts/vllm_tests.py SOURCE``.
 
-SOURCE is the unpacked source archive of the vLLM that this Python has installed; only its folder `tests` is used, and
-nothing is fetched. tests/matrix/vllm_tests.toml says which modules run, why the others do not, and what failures come
-from. Without us means vLLM's own CPU platform, with plug-ins off.
+SOURCE is the unpacked source archive of the vLLM that this Python has installed; its folders `tests` and `examples` are
+used, and nothing is fetched. tests/matrix/vllm_tests.toml says which modules run, why the others do not, and what
+failures come from. Without us means vLLM's own CPU platform, with plug-ins off.
 
     python scripts/vllm_tests.py vllm-0.28.0
     python scripts/vllm_tests.py vllm-0.28.0 --groups scheduler sampling
@@ -91,10 +91,11 @@ def run_modules(tests: Path, modules: Sequence[str], settings: Mapping[str, str]
     lines = log.with_suffix(".jsonl")
     log.parent.mkdir(parents=True, exist_ok=True)
     lines.unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory() as name:
-        home = Path(name)
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
         # Not the source itself: its `vllm` would be imported in the place of the one that is installed.
-        (home / "tests").symlink_to(tests)
+        for name in ("tests", "examples"):
+            (home / name).symlink_to(tests.parent / name)
         (home / "pytest.ini").write_text("[pytest]\nasyncio_default_fixture_loop_scope = function\n", encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "outcome_lines", "-p", "no:cacheprovider"]
         command += ["--continue-on-collection-errors"]
@@ -165,7 +166,8 @@ def run(tests: Path, selection: Selection, groups: Sequence[str], jobs: int, hub
         log = log_of(name, side)
         if name not in groups:
             return read_answers(log.with_suffix(".jsonl"), "")
-        answers = run_modules(tests, named[name][1], {**SIDES[side], "HF_HOME": str(hub)}, log)
+        settings = {**SIDES[side], "HF_HOME": str(hub), "PYTEST_PLUGINS": "load_vllm_plugins"}
+        answers = run_modules(tests, named[name][1], settings, log)
         say(f"{name}, {side}: {count(answers)}; log: {log}")
         return answers
 
