@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -22,8 +23,8 @@ def wrong_above_four(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def implementation(name: str, fn: Callable[..., object]) -> OpImpl:
-    return OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, vendor=name, priority=100)
+def implementation(name: str, fn: Callable[..., object], **fields: Any) -> OpImpl:
+    return OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, vendor=name, priority=100, **fields)
 
 
 RIGHT = SelectionPolicy(per_op_order=(("silu_and_mul", ("vendor:right",)),))

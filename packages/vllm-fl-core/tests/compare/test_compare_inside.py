@@ -8,15 +8,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from compare_helpers import WRONG, implementation
+from compare_helpers import WRONG, implementation, silu
 
 from vllm_fl.catalog import CATALOG, InputMaker
 from vllm_fl.compare import Filters, Place, load_dump, parse_numbers
-from vllm_fl.compare.bisect import smallest
+from vllm_fl.compare.bisect import _Runner, smallest
 from vllm_fl.compare.model import _layers, _tokens
 from vllm_fl.compare.places import Tracker, is_layer
 from vllm_fl.compare.shadow import Shadow
-from vllm_fl.dispatch import BackendImplKind, OpImpl, OpManager, SelectionPolicy, call_op, set_global_policy
+from vllm_fl.dispatch import (
+    BackendImplKind,
+    OpImpl,
+    OpManager,
+    Parameter,
+    ParameterPath,
+    SelectionPolicy,
+    call_op,
+    set_global_policy,
+)
+from vllm_fl.engines import Workload
 from vllm_fl.testing.subjects import reference_implementations
 
 
@@ -119,6 +129,27 @@ def test_a_second_implementation_that_fails(manager: OpManager, tmp_path: Path) 
     assert pairing.failed == "step 3, layers.0: ZeroDivisionError: no such luck"
 
 
+def scaled(x: torch.Tensor, *, factor: int = 1) -> torch.Tensor:
+    return silu(x) * factor
+
+
+def test_one_implementation_with_two_values_of_a_parameter(manager: OpManager, tmp_path: Path) -> None:
+    manager.registry.register_impl(implementation("scaled", scaled, parameters=(Parameter("factor", (1, 2, 3), 1),)))
+    path = ParameterPath("silu_and_mul", "vendor.scaled", "factor")
+    first, second = (
+        SelectionPolicy(per_op_order=(("silu_and_mul", ("vendor:scaled",)),), parameters=((path, factor),))
+        for factor in ("2", "3")
+    )
+    set_global_policy(first)
+    shadow = Shadow(manager, second, Filters(), 0, lambda: Place(1, ""), tmp_path)
+    manager.watch(shadow)
+    assert torch.equal(call_op("silu_and_mul", torch.ones(2, 4)), 2 * silu(torch.ones(2, 4)))
+    manager.unwatch(shadow)
+    (pairing,) = shadow.pairings.values()
+    assert (pairing.first, pairing.second) == ("vendor.scaled(factor=2)", "vendor.scaled(factor=3)")
+    assert pairing.max_abs == pytest.approx(float(silu(torch.ones(1, 2))))
+
+
 @pytest.mark.parametrize(
     "op_name", [name for name, spec in CATALOG.items() if spec.cases and name != "attention_backend"]
 )
@@ -137,6 +168,16 @@ def test_every_operator_agrees_with_itself(op_name: str, manager: OpManager, tmp
         call_op(op_name, *case.args, **case.kwargs)
     (pairing,) = shadow.pairings.values()
     assert (pairing.calls, pairing.outside, pairing.failed, pairing.max_abs) == (len(cases), 0, "", 0.0)
+
+
+def test_a_mixture_of_two_policies_has_the_parameters_of_each_operators_own() -> None:
+    paths = [ParameterPath(name, "vendor.right", "factor") for name in ("rms_norm", "silu_and_mul")]
+    good, bad = (SelectionPolicy(parameters=tuple((path, value) for path in paths)) for value in "12")
+    runner = _Runner({}, good, bad, Workload())
+    runner._accepted = {"silu_and_mul": ["vendor.right(factor=2)", "vendor.wrong"]}
+    mixture = runner.policy(("silu_and_mul",))
+    assert mixture.per_op_order == (("silu_and_mul", ("impl:vendor.right", "impl:vendor.wrong")),)
+    assert mixture.parameters == ((paths[0], "1"), (paths[1], "2"))
 
 
 def test_no_trace_is_left(manager: OpManager, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from vllm_fl.catalog import CATALOG
 from vllm_fl.cli import main
 from vllm_fl.diagnostics import ArgumentError, explain, explain_all
+from vllm_fl.diagnostics.explain import ParameterView
 from vllm_fl.errors import UnknownOperatorError
 
 pytest.importorskip("vllm_fl_reference", reason="the explanations are of the reference implementations")
@@ -69,6 +70,28 @@ def test_arguments(acme: Install, question: dict[str, object], chosen: str, reas
     assert found.chosen is not None
     assert found.chosen.implementation == chosen
     assert decisions("silu_and_mul", **question)["vendor.acme"][1] == reason
+
+
+def test_parameters_with_what_is_allowed_and_where_they_are_set(
+    acme: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my.yaml").write_text("parameters:\n  chunk_gated_delta_rule:\n    reference.torch: {chunk: 64}\n")
+    acme(VLLM_FL_CONFIG="my.yaml")
+    (candidate,) = (c for c in explain("chunk_gated_delta_rule").candidates if c.implementation == "reference.torch")
+    assert candidate.parameters == (ParameterView("chunk", "64", "32", ("8", "16", "32", "64", "128"), "my.yaml:3:23"),)
+    assert main(["explain", "chunk_gated_delta_rule"]) == 0
+    assert "8, 16, 32, 64, 128" in capsys.readouterr().out
+    assert main(["config", "show", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row for row in rows if row["key"] == "parameters"] == [
+        {
+            "key": "parameters",
+            "item": "chunk_gated_delta_rule.reference.torch.chunk",
+            "value": "64",
+            "layer": "file",
+            "origin": "my.yaml:3:23",
+        }
+    ]
 
 
 def test_other_tensors_follow_the_sizes_of_the_first(acme: Install) -> None:

@@ -18,13 +18,13 @@ def answer(command: str, arguments: tuple[Any, ...]) -> Any:
         return None
     if command == "profile":
         return {"norm": 0.4, "attention_backend": 0.5}
-    if command == "parameters":
+    if command == "dimensions":
         block = Dimension("block", ("32", "64", "128"), "64")
         warps = [Dimension(f"warps.{bucket}", ("2", "4"), "4") for bucket in ("decode", "prefill")]
-        return {"norm": {"good": [(block, "128"), *((each, "4") for each in warps)]}}
+        return {"norm": {"good": (block, *warps)}}
     if command == "accepted":
         return {
-            "norm": ["good", "raises", "hangs", "dies", "memory", "unused", "graphs"],
+            "norm": ["good(block=128)", "raises", "hangs", "dies", "memory", "unused", "graphs"],
             "attention_backend": ["a", "b"],
         }
     chosen = arguments[0]["op_backends"]["norm"][0].removeprefix("impl:")

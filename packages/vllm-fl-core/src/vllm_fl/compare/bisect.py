@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_fl.dispatch import SelectionPolicy
+from vllm_fl.dispatch.parameters import parse_variant
 from vllm_fl.engines import Engine, Workload
 from vllm_fl.policies import environment_of, to_plain
 
@@ -143,10 +144,15 @@ class _Runner:
         self._stack.close()
 
     def policy(self, operators: Sequence[str]) -> SelectionPolicy:
-        """The good policy with the bad one's implementations of these operators."""
+        """The good policy with the bad one's implementations of these operators, and their parameters."""
         orders = dict(self._good.per_op_order)
-        orders.update({name: tuple(f"impl:{i}" for i in self._accepted[name]) for name in operators})
-        return self._good.derive("bisect", per_op_order=tuple(sorted(orders.items())))
+        for name in operators:
+            orders[name] = tuple(f"impl:{parse_variant(variant)[0]}" for variant in self._accepted[name])
+        kept = [setting for setting in self._good.parameters if setting[0].operator not in operators]
+        taken = [setting for setting in self._bad.parameters if setting[0].operator in operators]
+        return self._good.derive(
+            "bisect", per_op_order=tuple(sorted(orders.items())), parameters=tuple(sorted(kept + taken))
+        )
 
     def answers(self, operators: Sequence[str]) -> Answers:
         """The answers with the bad policy's implementations of these operators; each mixture runs once."""

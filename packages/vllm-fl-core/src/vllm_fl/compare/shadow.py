@@ -10,6 +10,7 @@ from typing import Any
 from vllm_fl.catalog import OpSpec
 from vllm_fl.dispatch import OpImpl, OpManager, SelectionPolicy, policy_context
 from vllm_fl.dispatch.links import Call, Link
+from vllm_fl.dispatch.planner import bare_link
 from vllm_fl.testing.comparison import canonical, listed
 
 from .dumps import Dump, protected, save_dump
@@ -84,7 +85,8 @@ class Shadow:
         self._rank, self._place, self._directory = rank, place, directory
         self._busy = False
         self._order = 0
-        self._links: dict[str, tuple[Link, ...]] = {}
+        self._links: dict[str, tuple[tuple[str, Link], ...]] = {}
+        self._variants: dict[tuple[str, str], str] = {}
         self.pairings: dict[tuple[str, str, str], Pairing] = {}
 
     def around(self, impl: OpImpl, call: Call) -> Call:
@@ -106,10 +108,9 @@ class Shadow:
         return shadowed
 
     def _compare(self, spec: OpSpec, impl: OpImpl, place: Place, inputs: Mapping[str, Any], mine: _Outcome) -> None:
-        for link, theirs in self._second_outcomes(spec, impl, inputs):
-            pairing = self.pairings.setdefault(
-                (spec.name, impl.impl_id, link.impl_id), Pairing(spec.name, impl.impl_id, link.impl_id)
-            )
+        first = self._variant(impl)
+        for second, theirs in self._second_outcomes(spec, first, inputs):
+            pairing = self.pairings.setdefault((spec.name, first, second), Pairing(spec.name, first, second))
             pairing.calls += 1
             if isinstance(theirs, str):
                 pairing.failed = pairing.failed or f"{place}: {theirs}"
@@ -117,16 +118,16 @@ class Shadow:
             self._note(spec, pairing, place, inputs, differences(spec, theirs, mine))
 
     def _second_outcomes(
-        self, spec: OpSpec, impl: OpImpl, inputs: Mapping[str, Any]
-    ) -> Iterator[tuple[Link, _Outcome | str]]:
-        """The outcome of the first of the second policy's implementations that takes the inputs, if it is another."""
-        for link in self._second_links(spec):
+        self, spec: OpSpec, first: str, inputs: Mapping[str, Any]
+    ) -> Iterator[tuple[str, _Outcome | str]]:
+        """The outcome of the first of the second policy's variants that takes the inputs, if it is another."""
+        for variant, link in self._second_links(spec):
             arguments = protected(spec, inputs)
             bound = spec.signature.bind_partial()
             bound.arguments.update(arguments)
             if link.refusal(bound.args, bound.kwargs) is not None:
                 continue
-            if link.impl_id == impl.impl_id:
+            if variant == first:
                 return
             self._busy = True
             try:
@@ -134,19 +135,27 @@ class Shadow:
             except NotImplementedError:
                 continue
             except Exception as error:  # an implementation may fail in any way; that is a result, too
-                yield link, f"{type(error).__name__}: {' '.join(str(error).split())}"
+                yield variant, f"{type(error).__name__}: {' '.join(str(error).split())}"
                 return
             finally:
                 self._busy = False
-            yield link, _canonical(spec, result, arguments)
+            yield variant, _canonical(spec, result, arguments)
             return
 
-    def _second_links(self, spec: OpSpec) -> tuple[Link, ...]:
+    def _variant(self, impl: OpImpl) -> str:
+        """The implementation with the parameters that it has under the first policy."""
+        key = impl.op_name, impl.impl_id
+        if key not in self._variants:
+            candidates = self._manager.selection(impl.op_name).candidates
+            self._variants[key] = next(c.variant for c in candidates if c.impl.impl_id == impl.impl_id)
+        return self._variants[key]
+
+    def _second_links(self, spec: OpSpec) -> tuple[tuple[str, Link], ...]:
         links = self._links.get(spec.name)
         if links is None:
             with policy_context(self._second):
                 accepted = self._manager.selection(spec.name).accepted
-            links = tuple(Link(candidate.impl, index, spec) for index, candidate in enumerate(accepted))
+            links = tuple((c.variant, bare_link(c, index, spec)) for index, c in enumerate(accepted))
             self._links[spec.name] = links
         return links
 

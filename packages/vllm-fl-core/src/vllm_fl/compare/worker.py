@@ -33,10 +33,10 @@ class CompareWorker:
         return _chosen()
 
     def fl_chosen_by(self, policy: Mapping[str, Any]) -> dict[str, list[str]]:
-        """Operator to the implementations that `policy` would accept, in order."""
+        """Operator to the implementations that `policy` would accept, in order, as variants: with their parameters."""
         with policy_context(from_plain(policy)):
             selections = get_default_manager().selections()
-        return {name: [c.impl.impl_id for c in s.accepted] for name, s in selections.items() if s.accepted}
+        return {name: [c.variant for c in s.accepted] for name, s in selections.items() if s.accepted}
 
     def fl_shadow_start(
         self, second: Mapping[str, Any], filters: dict[str, Any], dumps: str | None, states: str

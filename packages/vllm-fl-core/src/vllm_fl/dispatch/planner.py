@@ -69,13 +69,19 @@ class Planner:
         return OpPlan(host, selection, spec, links, strict=policy.strict, demoted=demoted, opaque=opaque)
 
     def _link(self, candidate: Candidate, index: int, spec: OpSpec | None) -> Link:
-        impl = candidate.impl
-        configuration = configuration_of(impl, candidate.settings, spec)
-        own: Call = impl.fn if configuration is None else configuration.bind(impl.fn)
+        bare, impl = bare_link(candidate, index, spec), candidate.impl
         hooks = self._observers.hooks(impl.op_name, impl.impl_id)
-        function = self._observers.function(impl, own)
-        is_bare = function is own and not hooks
-        return Link(impl, index, spec, hooks, function, configuration if is_bare else None, own)
+        function = self._observers.function(impl, bare.own)
+        if function is bare.own and not hooks:
+            return bare
+        return Link(impl, index, spec, hooks, function, own=bare.own)
+
+
+def bare_link(candidate: Candidate, index: int, spec: OpSpec | None) -> Link:
+    """The link of a candidate with its parameters, which nothing watches."""
+    configuration = configuration_of(candidate.impl, candidate.settings, spec)
+    own: Call = candidate.impl.fn if configuration is None else configuration.bind(candidate.impl.fn)
+    return Link(candidate.impl, index, spec, (), own, configuration, own)
 
 
 def _nothing_accepted(selection: Selection) -> str:

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from vllm_fl.dispatch import ParameterPath, SelectionPolicy
-from vllm_fl.dispatch.parameters import parse_variant, variant
+from vllm_fl.dispatch.parameters import parse_variant
 from vllm_fl.engines import Workload
 from vllm_fl.errors import CommandError, Exit
 from vllm_fl.policies import to_plain
@@ -99,20 +99,9 @@ class EngineMeasurer:
     def space(self, min_share: float = 0.0, shares: Mapping[str, float] | None = None) -> SearchSpace:
         """The operators that the workload uses and for which there is a choice; profiled if no `shares` are given."""
         shares = shares or self._ask("profile")
-        self._accepted = self._ask("accepted", to_plain(self._policy))
-        parameters = self._ask("parameters", to_plain(self._policy))
-        self._dimensions = {
-            name: {impl_id: tuple(dimension for dimension, _ in each) for impl_id, each in implementations.items()}
-            for name, implementations in parameters.items()
-        }
-        chosen = {}
-        for name, ids in self._accepted.items():
-            if name not in AT_START:
-                present = {impl_id: dict(parameters.get(name, {}).get(impl_id, ())) for impl_id in ids}
-                chosen[name] = [
-                    variant(impl_id, {d.name: value for d, value in values.items() if value != d.default})
-                    for impl_id, values in present.items()
-                ]
+        accepted, self._dimensions = self._ask("accepted", to_plain(self._policy)), self._ask("dimensions")
+        self._accepted = {name: [parse_variant(each)[0] for each in variants] for name, variants in accepted.items()}
+        chosen = {name: variants for name, variants in accepted.items() if name not in AT_START}
         return search_space(shares, chosen, min_share=min_share, dimensions=self._dimensions)
 
     def key(self) -> dict[str, Any]:

@@ -12,11 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from vllm_fl.engines import Engine, Workload
 from vllm_fl.errors import CommandError, Exit
+from vllm_fl.logging import get_logger
 from vllm_fl.policies import environment_of, from_plain
 
 from .gate import Answer
@@ -24,6 +26,8 @@ from .objectives import RequestTimes, Round
 from .space import Dimension
 
 _EXTENSION = "vllm_fl.tune.worker.TuneWorker"
+#: Longest answers in the profiled round.
+PROFILED_TOKENS = 8
 #: Tokens whose log-probabilities are kept at each position.
 _LIKELY = 8
 
@@ -55,25 +59,26 @@ class Host:
         """Operator to its share of the time; without compiled code and graphs, which hide whose a kernel is."""
         from vllm_fl.profile.runner import profile_engine
 
+        # The profiler's timeline grows with every step, and most steps look alike.
+        work = replace(self._work, output_tokens=min(PROFILED_TOKENS, self._work.output_tokens))
         self._engine.call("fl_without_graphs", True)
-        report = profile_engine(self._engine, self._work)
+        report = profile_engine(self._engine, work)
         self._engine.call("fl_without_graphs", False)
         return {row.operator: report.share(row.operator) for row in report.operators}
 
     def accepted(self, policy: Mapping[str, Any]) -> dict[str, list[str]]:
-        """Operator to the implementations that a policy accepts, in order; those that every rank has."""
+        """Operator to the variants that a policy accepts, in order; those that every rank has."""
         first, *others = self._engine.call("fl_chosen_by", policy)
         return {op: [i for i in ids if all(i in o.get(op, ()) for o in others)] for op, ids in first.items()}
 
-    def parameters(self, policy: Mapping[str, Any]) -> dict[str, dict[str, list[tuple[Dimension, str]]]]:
-        """Operator to implementation to what may be varied of it, each with its value under `policy`."""
-        found = self._engine.call("fl_parameters_by", policy)[0]
+    def dimensions(self) -> dict[str, dict[str, tuple[Dimension, ...]]]:
+        """Operator to implementation to what may be varied of it."""
         return {
             operator: {
-                impl_id: [(Dimension(name, tuple(values), default), value) for name, values, default, value in settings]
-                for impl_id, settings in implementations.items()
+                impl_id: tuple(Dimension(name, tuple(values), default) for name, values, default in each)
+                for impl_id, each in implementations.items()
             }
-            for operator, implementations in found.items()
+            for operator, implementations in self._engine.call("fl_dimensions")[0].items()
         }
 
     def key(self) -> dict[str, Any]:
@@ -138,8 +143,12 @@ def serve(connection: Connection) -> None:
             command, arguments = connection.recv()
         except EOFError:
             return
+        begin = time.perf_counter()
         try:
-            connection.send(("ok", getattr(host, command)(*arguments)))
+            result = getattr(host, command)(*arguments)
+            if command != "round":
+                get_logger(__name__).info("%s took %.1f s", command, time.perf_counter() - begin)
+            connection.send(("ok", result))
         except BrokenPipeError:
             return
         except CommandError as error:

@@ -7,15 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_fl.compare.worker import CompareWorker
-from vllm_fl.dispatch import Setting, get_default_manager, policy_context
-from vllm_fl.dispatch.parameters import text_of
+from vllm_fl.dispatch import SelectionPolicy, get_default_manager
+from vllm_fl.dispatch.parameters import settings_of, text_of
 from vllm_fl.integration.graphs import Exchange, obstacle
 from vllm_fl.integration.layers.native import follow_selection
-from vllm_fl.policies import from_plain
 from vllm_fl.profile.worker import ProfileWorker
 
-#: A parameter: its name, its allowed values, its default and its value.
-PlainSetting = tuple[str, list[str], str, str]
+#: Name, allowed values and default of what may be varied.
+PlainDimension = tuple[str, list[str], str]
 
 
 class TuneWorker(ProfileWorker, CompareWorker):
@@ -50,28 +49,25 @@ class TuneWorker(ProfileWorker, CompareWorker):
         return self._fl_native
 
     def fl_chosen_by(self, policy: Mapping[str, Any]) -> dict[str, list[str]]:
-        """Operator to the implementations that `policy` would accept, in order."""
+        """Operator to the variants that `policy` would accept, in order."""
         with _thawed():
             return super().fl_chosen_by(policy)
 
-    def fl_parameters_by(self, policy: Mapping[str, Any]) -> dict[str, dict[str, list[PlainSetting]]]:
-        """Operator to implementation to what it may vary, with the values under `policy`."""
-        with _thawed(), policy_context(from_plain(policy)):
-            selections = get_default_manager().selections()
-        return {
-            name: {c.impl.impl_id: list(map(_plain, c.settings)) for c in selection.accepted if c.settings}
-            for name, selection in selections.items()
-        }
+    def fl_dimensions(self) -> dict[str, dict[str, list[PlainDimension]]]:
+        """Operator to implementation to its parameters, bucket by bucket."""
+        found: dict[str, dict[str, list[PlainDimension]]] = {}
+        for name, impls in get_default_manager().registry.snapshot().impls_by_op.items():
+            for impl in impls:
+                settings = settings_of(impl, SelectionPolicy())
+                found.setdefault(name, {})[impl.impl_id] = [
+                    (setting.name, list(setting.parameter.by_text), text_of(setting.value)) for setting in settings
+                ]
+        return found
 
     def fl_without_graphs(self, off: bool) -> None:
         """Run the model without compiled code and graphs, or with them again."""
         if self._fl_exchange is not None:
             self._fl_exchange.switch_off(off)
-
-
-def _plain(setting: Setting) -> PlainSetting:
-    parameter = setting.parameter
-    return setting.name, list(parameter.by_text), text_of(parameter.default), text_of(setting.value)
 
 
 @contextmanager
