@@ -83,12 +83,16 @@ def tune(arguments: argparse.Namespace, out: Path) -> dict[str, Any]:
         process.wait(GRACE_S)
     except subprocess.TimeoutExpired:
         process.kill()  # the engine ends with it
+    log = out / "vllm.log"
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    for line in lines:
+        if re.search(r"\[vllm_fl\.\S+\].* in [\d.]+ s$|\[vllm_fl\.\S+\].* took [\d.]+ s$", line):
+            say(line)
     found = result(out)
     found.update(wall_s=round(time.monotonic() - begin, 1), exit_code=process.wait())
     if not found["trials"]:
         say((out / "printed.json").read_text(encoding="utf-8"))
-        log = out / "vllm.log"
-        say("\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:]) if log.exists() else "")
+        say("\n".join(lines[-40:]))
     show(found)
     return found
 
@@ -103,9 +107,10 @@ def result(folder: Path) -> dict[str, Any]:
     if (folder / "study.db").exists():
         import optuna
 
-        study = optuna.load_study(study_name="vllm-fl tune", storage=f"sqlite:///{folder / 'study.db'}")
-        kept = [trial.user_attrs["vllm_fl_trial"] for trial in study.trials if "vllm_fl_trial" in trial.user_attrs]
-        trials = [json.loads(trial) for trial in kept]
+        storage = optuna.storages.get_storage(f"sqlite:///{folder / 'study.db'}")
+        for study in storage.get_all_studies():  # one, or none if the search has not begun
+            kept = [trial.user_attrs.get("vllm_fl_trial") for trial in storage.get_all_trials(study._study_id)]
+            trials += [json.loads(trial) for trial in kept if trial is not None]
         for trial in trials:
             trial["changed"] = {n: i for n, i in trial["mix"].items() if trial["against"][n] != i}
     return {"trials": trials, "stop": "killed", "ratio": None, "changed": {}, "remarks": [], "shares": {}}

@@ -7,12 +7,14 @@ was traced is in the code: the model is traced anew, under the key of the presen
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_fl.dispatch import OpImpl, Selection, get_default_manager
+from vllm_fl.logging import get_logger
 
 from .platform import stamp_selection
 
@@ -119,11 +121,13 @@ class CompiledModel:
         assert reset is not None
         stamp_selection(config, getattr(current_platform, "native_vendor", None))
         config.compilation_config.traced_files.clear()
+        begin = time.perf_counter()
         with set_current_vllm_config(config):
             for part in self._parts:
                 reset(part)
             # What compiles the model at the start of an engine.
             getattr(runner, "warming_up_model", runner.profile_run)()
+        get_logger(__name__).info("compiled the model anew in %.1f s", time.perf_counter() - begin)
 
 
 class Survey(TorchDispatchMode):

@@ -7,10 +7,13 @@ Everything is recognised by feature; :func:`obstacle` says what is missing.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
+
+from vllm_fl.logging import get_logger
 
 from .compiled import CompiledModel
 
@@ -169,10 +172,12 @@ class CapturedGraphs:
     def _capture(self, batches: frozenset[Batch]) -> None:
         self._table.put(self._table.only(batches))
         self._capturing = True
+        begin = time.perf_counter()
         try:
             self._runner.capture_model()
         finally:
             self._capturing = False
+        get_logger(__name__).info("captured %d graphs in %.1f s", len(batches), time.perf_counter() - begin)
 
     def _place(self, captured: _Captured) -> None:
         for wrapper, attribute in _wrappers():
