@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from vllm_fl.dispatch import ParameterPath, SelectionPolicy
+from vllm_fl.dispatch import ParameterPath, SelectionPolicy, get_default_manager, reset_default_manager
 from vllm_fl.engines import Workload
 from vllm_fl.errors import CommandError, Exit
 from vllm_fl.policies import from_plain, to_plain
-from vllm_fl.tune import TrialFailed
+from vllm_fl.tune import Dimension, TrialFailed
 from vllm_fl.tune import engine as module
 from vllm_fl.tune.engine import EngineMeasurer
+from vllm_fl.tune.host import Host
 
 BLOCK = ParameterPath("norm", "good", "block")
 POLICY = SelectionPolicy(per_op_order=(("gate", ("vendor",)),), parameters=((BLOCK, "128"),))
@@ -61,6 +63,19 @@ def test_a_mix_is_a_policy_that_keeps_the_other_orders(measurer: EngineMeasurer)
     assert order is not None
     assert order[:2] == ["impl:dies", "impl:good"]
     assert policy.strict is False
+
+
+def test_workers_say_what_may_be_varied() -> None:
+    pytest.importorskip("vllm", reason="a worker of vLLM is mixed with ours")
+    pytest.importorskip("vllm_fl_reference", reason="its delta rule has a parameter")
+    from vllm_fl.tune.worker import TuneWorker
+
+    reset_default_manager()
+    get_default_manager().ensure_initialized()
+    host = Host()
+    host._engine = SimpleNamespace(call=lambda name: [getattr(TuneWorker(), name)()])  # type: ignore[assignment]
+    found = host.dimensions()["chunk_gated_delta_rule"]["reference.torch"]
+    assert found == (Dimension("chunk", ("8", "16", "32", "64", "128"), "32"),)
 
 
 def test_the_engine_stays_up(measurer: EngineMeasurer) -> None:
