@@ -20,7 +20,7 @@ def _supports_silu_and_mul(x: Tensor) -> bool | str:
 
 
 #: Methods of AcmeBackend that are registered, with further fields of their OpImpl: ``opaque=True`` for a kernel that
-#: torch.compile must not trace, ``supported_dtypes``, ``supports`` for what it does not take.
+#: torch.compile must not trace, ``supported_dtypes``, ``supports`` for what it does not take, ``parameters`` to tune.
 OPERATORS: dict[str, dict[str, Any]] = {
     "silu_and_mul": {"opaque": True, "supports": _supports_silu_and_mul},
     "rms_norm": {},
