@@ -110,15 +110,18 @@ def _routes_in_order(arguments: Mapping[str, Any], results: tuple[Any, ...]) -> 
 
     routes, labels, total = results
     ids, experts, table = arguments["topk_ids"], arguments["num_experts"], arguments.get("expert_map")
-    counts = torch.bincount(ids[(ids >= 0) & (ids < experts)].flatten().long(), minlength=experts)
+    found = ids[(ids >= 0) & (ids < experts)].flatten().long()
     if table is not None and arguments.get("ignore_invalid_experts", False):
-        counts = counts.where(table >= 0, 0)
+        found = table[found].long()
+        found = found[found >= 0]
+    counts = torch.bincount(found, minlength=experts)
     block_size, padding = arguments["block_size"], ids.numel()
     ends = ((counts + block_size - 1) // block_size * block_size).cumsum(0)
     slots = torch.arange(len(routes), device=routes.device)
     owner = torch.searchsorted(ends, slots, right=True)
     order = (owner * (padding + 1) + routes.clamp(0, padding)).argsort()
-    return routes[order].where(slots < ends[-1], padding), labels, total
+    blocks = torch.arange(len(labels), device=labels.device)
+    return routes[order].where(slots < ends[-1], padding), labels.where(blocks * block_size < ends[-1], -1), total
 
 
 @operator(
@@ -147,11 +150,11 @@ def moe_align_block_size(
         ignore_invalid_experts: leave out routes to experts that `expert_map` maps to -1.
 
     Returns:
-        sorted_token_ids [L] int32: route numbers, experts in rising order (the order among one expert's routes is
-        free), padding is ``T * topk``, and what is past num_tokens_post_pad is never read; L is
-        ``numel + E * (block_size - 1)``, and at most ``numel * block_size`` if numel is below E;
-        expert_ids [ceil(L / block_size)] int32: the (local) expert of each block, -1 in blocks past the end;
-        num_tokens_post_pad [1] int32: routes plus padding.
+        sorted_token_ids [L] int32: route numbers, experts in rising order, of their local ids where routes are left out
+        (the order among one expert's routes is free), padding is ``T * topk``; L is ``numel + E * (block_size - 1)``,
+        and at most ``numel * block_size`` if numel is below E;
+        expert_ids [ceil(L / block_size)] int32: the (local) expert of each block;
+        num_tokens_post_pad [1] int32: routes plus padding. What is past it, in either, is never read.
     """
     import torch
 

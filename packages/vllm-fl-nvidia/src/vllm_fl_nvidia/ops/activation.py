@@ -16,6 +16,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """See :func:`vllm_fl.catalog.activation.gelu_and_mul`."""
+    if approximate not in ("none", "tanh"):
+        raise NotImplementedError(f"approximate: {approximate!r} is not one of none, tanh")
     out = _half(x)
     kernel = torch.ops._C.gelu_tanh_and_mul if approximate == "tanh" else torch.ops._C.gelu_and_mul
     if out.numel():

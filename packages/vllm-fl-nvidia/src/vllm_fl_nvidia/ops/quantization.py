@@ -14,12 +14,15 @@ def per_token_group_quant_fp8(
     """See :func:`vllm_fl.catalog.quantization.per_token_group_quant_fp8`.
 
     Raises:
-        NotImplementedError: a float32 input, or one that is empty or not contiguous.
+        NotImplementedError: a float32 input, one that is empty or not contiguous, groups that are no multiple of 64, or
+            columns first of more than a matrix.
     """
     from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8 as kernel
 
     if x.dtype == torch.float32 or not x.is_contiguous() or not x.numel():
         raise NotImplementedError("vLLM's per_token_group_quant_fp8 wants contiguous float16 or bfloat16, not empty")
+    if group_size % 64 or (column_major_scales and x.dim() != 2):
+        raise NotImplementedError("vLLM's per_token_group_quant_fp8 wants groups of a multiple of 64, and matrices")
     q, scales = kernel(x, group_size, eps, column_major_scales=column_major_scales, use_ue8m0=use_ue8m0)
     return q, scales
 

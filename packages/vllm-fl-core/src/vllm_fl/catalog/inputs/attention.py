@@ -62,6 +62,8 @@ def reshape_and_cache(maker: InputMaker) -> Iterator[Case]:
     separate = maker.normal(5, 2, 4, 8), maker.normal(5, 2, 4, 8)
     yield Case("two caches", (maker.normal(3, 2, 8), maker.normal(3, 2, 8), *separate, slots(19, 0, 7)))
     yield Case("no tokens", (maker.normal(0, 2, 8), maker.normal(0, 2, 8), *separate, slots()))
+    apart = [maker.normal(5, 10, 2, 8).transpose(1, 2) for _ in range(2)]
+    yield Case("two caches, NHD", (maker.normal(3, 2, 8), maker.normal(3, 2, 8), *apart, slots(41, 0, 7)))
 
 
 def compute_slot_mapping(maker: InputMaker) -> Iterator[Case]:

@@ -30,12 +30,15 @@ def _layout(counts, block_size: tl.constexpr):
 
 @triton.jit
 def _load_experts(topk_ids, expert_map, offsets, limit, num_experts, IGNORE_REMOTE: tl.constexpr):
-    """Expert of each route; `num_experts` stands for none (out of range, or remote and to be left out)."""
+    """Expert of each route; `num_experts` stands for none (out of range, or remote and to be left out).
+
+    With IGNORE_REMOTE by their local ids.
+    """
     e = tl.load(topk_ids + offsets, mask=offsets < limit, other=num_experts).to(tl.int32)
     e = tl.where((e < 0) | (e >= num_experts), num_experts, e)
     if IGNORE_REMOTE:
         local = tl.load(expert_map + e, mask=e < num_experts, other=-1)
-        e = tl.where(local < 0, num_experts, e)
+        e = tl.where(local < 0, num_experts, local)
     return e
 
 
@@ -164,20 +167,20 @@ def moe_align_block_size(
     new = topk_ids.new_empty
     sorted_ids, expert_ids, num_post_pad = (new(n, dtype=torch.int32) for n in (num_slots, num_blocks, 1))
     rows = new((max(2 * programs, 1), experts), dtype=torch.int32)
-    has_map = expert_map is not None
-    flags = {"EXPERTS": experts, "IGNORE_REMOTE": ignore_invalid_experts and has_map}
+    ignores = ignore_invalid_experts and expert_map is not None
+    flags = {"EXPERTS": experts, "IGNORE_REMOTE": ignores, "HAS_MAP": expert_map is not None and not ignores}
     if not programs:
         _align_small[(min(_SMALL_PROGRAMS, experts),)](
             topk_ids, expert_map, sorted_ids, expert_ids, num_post_pad, rows, numel, num_blocks, num_experts,
-            block_size=block_size, CHUNK=small, HAS_MAP=has_map, num_warps=warps, **flags,
+            block_size=block_size, CHUNK=small, num_warps=warps, **flags,
         )  # fmt: skip
         return sorted_ids, expert_ids, num_post_pad
     _count[(programs,)](
         topk_ids, expert_map, sorted_ids, expert_ids, rows, numel, num_slots, num_blocks, num_experts, per_program,
-        CHUNK=_CHUNK, num_warps=warps, **flags,
+        CHUNK=_CHUNK, num_warps=warps, EXPERTS=experts, IGNORE_REMOTE=ignores,
     )  # fmt: skip
     _place[(programs,)](
         topk_ids, expert_map, sorted_ids, expert_ids, num_post_pad, rows, rows[programs:], numel, num_experts,
-        per_program, block_size=block_size, CHUNK=_CHUNK, ROWS=_ROWS, HAS_MAP=has_map, num_warps=warps, **flags,
+        per_program, block_size=block_size, CHUNK=_CHUNK, ROWS=_ROWS, num_warps=warps, **flags,
     )  # fmt: skip
     return sorted_ids, expert_ids, num_post_pad
