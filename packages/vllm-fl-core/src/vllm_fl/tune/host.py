@@ -123,9 +123,7 @@ class Host:
 
 
 def _has_graphs(compilation: Any) -> bool:
-    from vllm.config import CompilationMode, CUDAGraphMode
-
-    return compilation.mode != CompilationMode.NONE or compilation.cudagraph_mode != CUDAGraphMode.NONE
+    return any(mode.name != "NONE" for mode in (compilation.mode, compilation.cudagraph_mode))
 
 
 def request_times(metrics: Any) -> RequestTimes:
