@@ -46,6 +46,7 @@ def engine(path: str, settings: dict[str, Any]) -> Iterator[Any]:
     """vLLM in float32, eager, on the checkpoint; `settings` are further arguments of ``vllm.LLM``."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.platforms import current_platform
 
     spare_inspection(path)
     arguments = {
@@ -57,6 +58,8 @@ def engine(path: str, settings: dict[str, Any]) -> Iterator[Any]:
         "enforce_eager": True,
         "seed": 0,
     }
+    if current_platform.device_type != "cpu":
+        arguments["gpu_memory_utilization"] = 0.05  # several engines share the device
     llm = LLM(model=path, **{**arguments, **settings})
     yield llm
     del llm
