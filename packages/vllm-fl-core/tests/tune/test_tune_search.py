@@ -232,6 +232,12 @@ def test_greedy_goes_from_value_to_value_of_the_best_implementation_as_long_as_i
     assert {operator for trial in found.history.trials for operator in trial.changed} == {"norm", "gate"}
 
 
+def test_a_value_that_was_left_for_a_better_one_is_not_tried_again() -> None:
+    space = SearchSpace((Operator("norm", ("fast",), 0.3, {"fast": (BLOCKS,)}), Operator("gate", ("fast",), 0.5)))
+    found = search(Study(space, sampler="greedy"), Tunable(), rule=RULE)
+    assert [trial.changed["norm"] for trial in found.history.trials] == ["fast(block=128)", "fast(block=256)"]
+
+
 def test_parameters_are_dimensions_of_optunas_samplers() -> None:
     study = Study(TUNABLE, sampler="tpe")
     found = search(study, Tunable(), rule=RULE, budget=Budget(trials=12))

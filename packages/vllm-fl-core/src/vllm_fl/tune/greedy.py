@@ -63,7 +63,8 @@ def _parameters(history: History) -> Iterator[Mix]:
     tried = set()
     for trial in history.known:
         for name, chosen in trial.changed.items():
-            tried |= {(name, *step) for step in _steps(history, name, trial.against[name], chosen)}
+            there_and_back = (trial.against[name], chosen), (chosen, trial.against[name])
+            tried |= {(name, *step) for way in there_and_back for step in _steps(history, name, *way)}
     for operator in history.space.operators:
         if operator.share < LEAST_FOR_PARAMETERS:
             continue

@@ -92,7 +92,7 @@ def tune_model(
     ) as measurer:
         space, key = measurer.space(chosen.min_share, shares), measurer.key()
         if not space.operators:
-            text = f"{model} has no operator with more than one implementation to choose from."
+            text = f"{model} has no operator with another implementation or a parameter to choose."
             raise CommandError(text, "Install a backend or FlagGems; `vllm-fl explain` lists what there is.")
         study = Study(
             space,
