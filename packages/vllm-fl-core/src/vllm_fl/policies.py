@@ -20,8 +20,9 @@ from typing import Any
 
 import yaml
 
-from vllm_fl.config import CONFIG_ENV, ConfigProblems, Problem, Settings, load_file, load_settings
+from vllm_fl.config import CONFIG_ENV, ConfigProblems, Problem, load_file, load_settings
 from vllm_fl.dispatch import SelectionPolicy, get_default_manager, get_policy, reset_global_policy
+from vllm_fl.dispatch.initialization import registered_names
 from vllm_fl.dispatch.parameters import flat, nested
 from vllm_fl.dispatch.policy import VALID_PREFER_VALUES
 from vllm_fl.errors import ConfigError, did_you_mean
@@ -58,7 +59,7 @@ def parse_policy(text: str, where: str) -> SelectionPolicy:
         raise ConfigError(f"{where}: {text!r} is not a policy ({FORMS}){did_you_mean(text, words)}")
     try:
         settings = load_file(text) if is_file else load_settings({"VLLM_FL_PER_OP": text})
-        _check_names(settings)
+        settings.check_names(**registered_names(manager.registry))
     except ConfigProblems as error:
         # A file's problems name their line; what was written on the command line came from no variable.
         places = [problem.where if is_file and problem.where else where for problem in error.problems]
@@ -69,17 +70,6 @@ def parse_policy(text: str, where: str) -> SelectionPolicy:
         return replace(settings.policy(), origins=MappingProxyType({"": text}))
     orders = {**dict(present.per_op_order), **settings.op_backends}
     return present.derive(where, per_op_order=tuple(sorted(orders.items())))
-
-
-def _check_names(settings: Settings) -> None:
-    registry = get_default_manager().registry
-    impls = [impl for impls in registry.snapshot().impls_by_op.values() for impl in impls]
-    settings.check_names(
-        operators=registry.known_operators(),
-        vendors={impl.vendor for impl in impls if impl.vendor},
-        impl_ids={impl.impl_id for impl in impls},
-        implementations=impls,
-    )
 
 
 def to_plain(policy: SelectionPolicy) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from vllm_fl.dispatch import OpImpl, OpRegistry
 from vllm_fl.dispatch.discovery import discover_backends, discover_from_entry_points, discover_from_env_modules
+from vllm_fl.dispatch.initialization import registered_names
 from vllm_fl.errors import ConfigError
-from vllm_fl.plugins import installed_backends
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,8 @@ def known_names() -> KnownNames:
     discover_from_entry_points(registry)
     with suppress(ConfigError):  # the configuration of this process is not the one that is being judged
         discover_from_env_modules(registry)
-    impls = [impl for impls in registry.snapshot().impls_by_op.values() for impl in impls]
-    vendors = {impl.vendor for impl in impls}
-    vendors |= {backend.plugin.vendor for backend in installed_backends() if backend.plugin is not None}
     return KnownNames(
-        operators=frozenset(registry.known_operators()),
-        vendors=frozenset(vendor for vendor in vendors if vendor),
-        impl_ids=frozenset(impl.impl_id for impl in impls),
+        **registered_names(registry),
         flagos_operators=flagos_operators(),
         oot_layers=frozenset(layer.name for layer in LAYERS),
-        implementations=tuple(impls),
     )

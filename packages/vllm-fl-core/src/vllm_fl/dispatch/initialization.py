@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_fl.logging import get_logger
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vllm_fl.config import Settings
 
     from .manager import OpManager
+    from .registry import OpRegistry
 
 
 def register_everything(manager: OpManager) -> None:
@@ -21,22 +22,12 @@ def register_everything(manager: OpManager) -> None:
         ConfigError: the configuration is wrong, or names an operator, vendor or implementation that nobody has.
     """
     from vllm_fl.config import get_settings
-    from vllm_fl.plugins import installed_backends
 
     settings = get_settings()
     registry = manager.registry
     discover_backends(registry)
     discover_plugins(registry)
-    impls = [impl for impls in registry.snapshot().impls_by_op.values() for impl in impls]
-    vendors = {impl.vendor for impl in impls}
-    vendors |= {backend.plugin.vendor for backend in installed_backends() if backend.plugin is not None}
-    settings.check_names(
-        operators=registry.known_operators(),
-        vendors={vendor for vendor in vendors if vendor},
-        impl_ids={impl.impl_id for impl in impls},
-        flagos_operators=_flagos_operators(settings),
-        implementations=impls,
-    )
+    settings.check_names(**registered_names(registry), flagos_operators=_flagos_operators(settings))
     if settings.oplist_path is not None:
         manager.observers.write_oplist(settings.oplist_path, str(settings.origin("oplist_path")))
     if settings.trace_dir is not None:
@@ -49,6 +40,24 @@ def register_everything(manager: OpManager) -> None:
     if settings.dispatch_debug:
         traces = [manager.selection(op_name).explain() for op_name in registry.list_operators()]
         get_logger(__name__).info("operators and implementations:\n%s", "\n".join(traces))
+
+
+def registered_names(registry: OpRegistry) -> dict[str, Any]:
+    """The names that a configuration may use, as arguments of :meth:`Settings.check_names`.
+
+    They are those of `registry` and the vendors of the installed backends, which need not have registered.
+    """
+    from vllm_fl.plugins import installed_backends
+
+    impls = tuple(impl for impls in registry.snapshot().impls_by_op.values() for impl in impls)
+    vendors = {impl.vendor for impl in impls}
+    vendors |= {backend.plugin.vendor for backend in installed_backends() if backend.plugin is not None}
+    return {
+        "operators": frozenset(registry.known_operators()),
+        "vendors": frozenset(vendor for vendor in vendors if vendor),
+        "impl_ids": frozenset(impl.impl_id for impl in impls),
+        "implementations": impls,
+    }
 
 
 def _flagos_operators(settings: Settings) -> frozenset[str] | None:
