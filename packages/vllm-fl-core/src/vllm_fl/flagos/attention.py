@@ -155,7 +155,7 @@ class FlagosAttentionImpl(PagedKernelMixin, TritonAttentionImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Attention of the step's tokens; see the base class."""
-        if not self.serves(attn_metadata, output_scale, output_block_scale):
+        if attn_metadata is None or not self.serves(attn_metadata, output_scale, output_block_scale):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
