@@ -12,7 +12,8 @@ from vllm.platforms import current_platform
 
 from vllm_fl.dispatch import BackendImplKind, OpImpl, get_default_manager, reset_default_manager, set_global_policy
 from vllm_fl.dispatch.policy import SelectionPolicy
-from vllm_fl.integration.layers.native import follow_selection
+from vllm_fl.integration.layers import native
+from vllm_fl.integration.layers.native import follow_selection, left_to_vllm
 
 ACME, REFERENCE = "vendor:acme", "reference"
 
@@ -69,6 +70,17 @@ def test_a_layer_that_is_switched_off_stays_off(model: Any, custom_ops: list[str
     seen = spy("silu_and_mul")
     model(torch.ones(1, 4))
     assert seen.calls == 0
+
+
+def test_layers_that_prepare_their_weights_are_left_to_a_new_engine(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = type("FLMoERunner", (torch.nn.Module,), {"__module__": "vllm_fl.integration.layers.moe"})
+    select(ACME)
+    model.append(ours())
+    assert left_to_vllm(model) == []
+    monkeypatch.setattr(native, "replaced", lambda vendor: ())
+    assert left_to_vllm(model) == ["fused_moe", "unquantized_fused_moe_method"]
 
 
 def test_a_platform_without_layers_of_its_own_changes_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,11 +78,11 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     reset_default_manager()
 
 
-def report(trials: tuple[Trial, ...] = (), rejected: Any = None) -> TuneReport:
+def report(trials: tuple[Trial, ...] = (), rejected: Any = None, layers: tuple[str, ...] = ()) -> TuneReport:
     mix = {"rms_norm": "vendor.fast(block=128)"}
     found = Found(mix, Comparison("better", 0.1, 0.05, 0.15, 30), "trials", History(SPACE, trials), rejected, 12.0)
     policy = get_policy().derive("test", per_op_order=(("rms_norm", tuple(ORDER)),), parameters=((BLOCK, "128"),))
-    return TuneReport("m", "throughput", "8 requests", 0.95, SPACE, found, policy, {"rms_norm": 1.0}, KEY, 1)
+    return TuneReport("m", "throughput", "8 requests", 0.95, SPACE, found, policy, {"rms_norm": 1.0}, KEY, 1, layers)
 
 
 def test_the_policy_file_is_a_configuration_with_the_same_policy(
@@ -112,9 +112,10 @@ def test_the_page_needs_nothing_else() -> None:
 
 def test_the_report_says_what_is_doubtful() -> None:
     slower = Trial(1, {"rms_norm": "vendor.fast"}, SPACE.baseline, "better", 0.1, drift=0.3)
-    assert report((slower,), rejected={"rms_norm": "vendor.slow"}).remarks == [
+    assert report((slower,), rejected={"rms_norm": "vendor.slow"}, layers=("fused_moe", "gated_delta_net")).remarks == [
         "The trials found a better mix that the last comparison did not confirm: the baseline stays.",
         "The machine's speed changed by up to 35% between trials; within a trial that cancels.",
+        "In a new engine layers of vLLM's own serve fused_moe, gated_delta_net; the ratio was measured with ours.",
     ]
     assert json.loads(json.dumps(report((slower,)).as_dict()))["trials"][0]["changed"] == {"rms_norm": "vendor.fast"}
 

@@ -128,6 +128,10 @@ class EngineMeasurer:
             "vllm-fl tune", per_op_order=tuple(sorted(orders.items())), parameters=tuple(sorted(settings.items()))
         )
 
+    def left_to_vllm(self, mix: Mix) -> tuple[str, ...]:
+        """Layers that compute otherwise here than in a new engine that selects `mix`; none if no engine runs."""
+        return tuple(self._ask("left_to_vllm", to_plain(self.policy_of(mix)))) if self._connection else ()
+
     def check(self, mix: Mix) -> None:
         """Whether `mix` runs, is used, and answers as the baseline; the first call is the baseline's."""
         answers, counts = self._ask("answers", self._strict(mix))

@@ -81,6 +81,10 @@ class Host:
             for operator, implementations in self._engine.call("fl_dimensions")[0].items()
         }
 
+    def left_to_vllm(self, policy: Mapping[str, Any]) -> list[str]:
+        """Layers that compute otherwise here than in a new engine that selects by `policy`."""
+        return list(self._engine.call("fl_left_to_vllm", policy)[0])
+
     def key(self) -> dict[str, Any]:
         """What the result holds for."""
         from .table import key_of

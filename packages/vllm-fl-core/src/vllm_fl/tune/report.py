@@ -50,6 +50,7 @@ class TuneReport:
         importances: operator to how much its implementation and parameters matter, between 0 and 1.
         key: what the result holds for.
         engine_starts: number of engines that were needed.
+        left_to_vllm: layers that compute otherwise in a new engine than where the ratio was measured.
     """
 
     model: str
@@ -62,6 +63,7 @@ class TuneReport:
     importances: Mapping[str, float]
     key: Mapping[str, Any]
     engine_starts: int
+    left_to_vllm: tuple[str, ...] = ()
 
     @property
     def changed(self) -> dict[str, str]:
@@ -91,6 +93,9 @@ class TuneReport:
             said.append(
                 f"The machine's speed changed by up to {self.drift:.0%} between trials; within a trial that cancels."
             )
+        if self.left_to_vllm and self.changed:
+            layers = ", ".join(self.left_to_vllm)
+            said.append(f"In a new engine layers of vLLM's own serve {layers}; the ratio was measured with ours.")
         return said
 
     def as_dict(self) -> dict[str, Any]:

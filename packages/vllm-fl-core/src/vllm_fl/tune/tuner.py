@@ -115,6 +115,7 @@ def tune_model(
             importances=study.importances(),
             key=key,
             engine_starts=measurer.starts,
+            left_to_vllm=measurer.left_to_vllm(found.mix),
         )
 
 

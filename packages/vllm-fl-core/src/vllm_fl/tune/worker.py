@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_fl.compare.worker import CompareWorker
-from vllm_fl.dispatch import SelectionPolicy, get_default_manager
+from vllm_fl.dispatch import SelectionPolicy, get_default_manager, policy_context
 from vllm_fl.dispatch.parameters import settings_of, text_of
 from vllm_fl.integration.graphs import Exchange, obstacle
-from vllm_fl.integration.layers.native import follow_selection
+from vllm_fl.integration.layers.native import follow_selection, left_to_vllm
+from vllm_fl.policies import from_plain
 from vllm_fl.profile.worker import ProfileWorker
 
 #: Name, allowed values and default of what may be varied.
@@ -47,6 +48,11 @@ class TuneWorker(ProfileWorker, CompareWorker):
     def fl_native_uses(self) -> dict[str, str]:
         """Operator to implementation, where a layer of vLLM's has taken over: there are no calls to be counted."""
         return self._fl_native
+
+    def fl_left_to_vllm(self, policy: Mapping[str, Any]) -> list[str]:
+        """Layers that compute otherwise here than in a new engine that selects by `policy`."""
+        with _thawed(), policy_context(from_plain(policy)):
+            return left_to_vllm(self.get_model())  # type: ignore[attr-defined]
 
     def fl_chosen_by(self, policy: Mapping[str, Any]) -> dict[str, list[str]]:
         """Operator to the variants that `policy` would accept, in order."""

@@ -11,7 +11,7 @@ from vllm_fl.dispatch import get_default_manager
 
 from . import LAYERS, replaced
 
-__all__ = ["follow_selection"]
+__all__ = ["follow_selection", "left_to_vllm"]
 
 _OURS = __package__ or "vllm_fl.integration.layers"
 
@@ -47,6 +47,23 @@ def follow_selection(model: Any, custom_ops: list[str]) -> dict[str, str]:
         module._forward_method = original.forward_native if "none" in custom_ops else original.forward_cuda
         native[module.name] = get_default_manager().get_selected_impl_id(module.name)
     return native
+
+
+def left_to_vllm(model: Any) -> list[str]:
+    """Names of the layers of ours in `model` that would be vLLM's own in an engine that starts with what is selected.
+
+    Those alone that :func:`follow_selection` leaves as they are.
+    """
+    vendor = getattr(current_platform, "native_vendor", None)
+    if vendor is None:
+        return []
+    ours = {layer.name for layer in replaced(vendor)}
+    modules = {type(module).__module__ for module in model.modules()}
+    return [
+        layer.name
+        for layer in LAYERS
+        if layer.custom_op != layer.name and layer.name not in ours and f"{_OURS}.{layer.module}" in modules
+    ]
 
 
 def _is_on(name: str, custom_ops: list[str]) -> bool:
