@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
+from collections.abc import Iterator
 
 import pytest
 from dispatch_helpers import manager_of, reference, silu, vendor
@@ -102,6 +104,23 @@ def test_tasks_keep_their_own(manager: OpManager) -> None:
 
     assert asyncio.run(both()) == [["reference"] * 5, ["acme"] * 5]
     assert call_op("silu_and_mul", 1) == "acme"
+
+
+def test_a_block_that_is_closed_in_another_context(manager: OpManager) -> None:
+    """As an async generator is whose consumer has gone away."""
+
+    def stream() -> Iterator[str]:
+        with with_preference("reference"):
+            yield call_op("silu_and_mul", 1)
+
+    bound = manager.bind("silu_and_mul")
+    bound(1)
+    fast = bound.fn
+    running = stream()
+    assert contextvars.copy_context().run(next, running) == "reference"
+    assert bound.fn is not fast
+    running.close()
+    assert bound.fn is fast
 
 
 def test_selection_is_made_once_a_policy(manager: OpManager, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -268,7 +268,9 @@ class PolicyManager:
             self._count_contexts(+1)
             yield policy
         finally:
-            _override.reset(token)
+            # An async generator may be closed in another context than it ran in; that one ends with its task.
+            with suppress(ValueError):
+                _override.reset(token)
             self._count_contexts(-1)
 
     @property
