@@ -87,14 +87,6 @@ def test_a_space_that_is_no_number_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     assert str(caught.value) == "environment variable VLLM_CPU_KVCACHE_SPACE: '2G' is not a whole number of GiB"
 
 
-@pytest.fixture
-def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []
-    logger = platform.get_logger(platform.__name__)
-    monkeypatch.setattr(logger, "warning", lambda text, *args: lines.append(text % args))
-    return lines
-
-
 def test_without_a_compiler_the_model_is_not_compiled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, warnings: list[str]
 ) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from vllm_fl.cli import main
-from vllm_fl.config import ENVIRONMENT, KEYS, reset_settings
+from vllm_fl.config import KEYS
 from vllm_fl.diagnostics import KnownNames
-from vllm_fl.dispatch import reset_default_manager
 
 NAMES = KnownNames(
     operators=frozenset({"rms_norm", "silu_and_mul", "moe_sum"}),
@@ -111,16 +108,8 @@ BROKEN: dict[str, tuple[str, str, str, str, str]] = {
 
 
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    for name in list(os.environ):
-        if name in ENVIRONMENT or name.startswith("VLLM_FL_"):
-            monkeypatch.delenv(name)
+def _clean(monkeypatch: pytest.MonkeyPatch, no_settings: None, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    reset_settings()
-    reset_default_manager()
-    yield
-    reset_settings()
-    reset_default_manager()
 
 
 @pytest.fixture

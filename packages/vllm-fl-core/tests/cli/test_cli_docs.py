@@ -10,14 +10,11 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from vllm_fl.cli import main
-from vllm_fl.config import ENVIRONMENT, reset_settings
-from vllm_fl.dispatch import reset_default_manager
 
 pytest.importorskip("vllm_fl_reference", reason="the documents show its implementations")
 
@@ -46,17 +43,10 @@ LIGHT = [(command, shown) for command, shown in commands() if ENGINE not in f" {
 
 
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    for name in list(os.environ):
-        if name in ENVIRONMENT or name.startswith("VLLM_FL_"):
-            monkeypatch.delenv(name)
+def _clean(monkeypatch: pytest.MonkeyPatch, no_settings: None, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "250")
     (tmp_path / "my.yaml").write_text(blocks("yaml")[0])
-    reset_settings()
-    reset_default_manager()
-    yield
-    reset_default_manager()
 
 
 def words(text: str) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from vllm_fl.config import ENVIRONMENT, get_settings, reset_settings
-from vllm_fl.dispatch import SelectionPolicy, get_policy, reset_default_manager, reset_global_policy
+from vllm_fl.config import get_settings
+from vllm_fl.dispatch import SelectionPolicy, get_policy, reset_global_policy
 from vllm_fl.engines import Engine, Workload
 from vllm_fl.errors import CommandError, ConfigError, Exit
 from vllm_fl.policies import environment_of, from_plain, parse_policy, to_plain
@@ -19,18 +18,8 @@ pytest.importorskip("vllm_fl_reference", reason="a policy names its implementati
 
 
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    for name in list(os.environ):
-        if name in ENVIRONMENT or name.startswith("VLLM_FL_"):
-            monkeypatch.delenv(name)
+def _clean(monkeypatch: pytest.MonkeyPatch, no_settings: None, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    reset_settings()
-    reset_global_policy()
-    reset_default_manager()
-    yield
-    reset_settings()
-    reset_global_policy()
-    reset_default_manager()
 
 
 def test_present_and_kinds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,29 +1,17 @@
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-
 import pytest
 from compare_helpers import RIGHT, implementation, silu, wrong_above_four
 
-from vllm_fl.config import ENVIRONMENT, reset_settings
-from vllm_fl.dispatch import OpManager, reset_default_manager, reset_global_policy, set_global_policy
+from vllm_fl.dispatch import OpManager, set_global_policy
 from vllm_fl.dispatch.default import adopt_default_manager
 
 pytest.importorskip("vllm_fl_reference", reason="results are compared with the reference implementations")
 
 
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in list(os.environ):
-        if name in ENVIRONMENT or name.startswith("VLLM_FL_"):
-            monkeypatch.delenv(name)
+def _clean(monkeypatch: pytest.MonkeyPatch, no_settings: None) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    reset_settings()
-    reset_default_manager()
-    yield
-    reset_default_manager()
-    reset_global_policy()
 
 
 @pytest.fixture

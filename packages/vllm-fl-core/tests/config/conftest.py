@@ -1,26 +1,20 @@
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
 import pytest
 
-from vllm_fl.config import ENVIRONMENT, Settings, load_settings, reset_settings
+from vllm_fl.config import Settings, load_settings
 
 hypothesis.settings.register_profile("steady", deadline=None)  # a busy machine is no reason to fail
 hypothesis.settings.load_profile("steady")
 
 
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in list(os.environ):
-        if name in ENVIRONMENT or name.startswith("VLLM_FL_"):
-            monkeypatch.delenv(name)
-    reset_settings()
-    yield
-    reset_settings()
+def _clean(no_settings: None) -> None:
+    pass
 
 
 @pytest.fixture

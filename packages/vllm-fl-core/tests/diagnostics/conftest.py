@@ -1,37 +1,19 @@
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from vllm_fl.config import ENVIRONMENT, reset_settings
-from vllm_fl.dispatch import clear_discovered_plugins, reset_default_manager, reset_global_policy
-from vllm_fl.plugins import reset_platform
+from vllm_fl.config import reset_settings
 
 
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No setting of the machine that runs the tests; what is installed stays."""
-    for name in list(os.environ):
-        if name in ENVIRONMENT or name.startswith("VLLM_FL_"):
-            monkeypatch.delenv(name)
+def _clean(monkeypatch: pytest.MonkeyPatch, no_settings: None, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-
-    def reset() -> None:
-        reset_default_manager()
-        reset_platform()
-        reset_settings()
-        clear_discovered_plugins()
-        reset_global_policy()
-
-    reset()
-    yield
-    reset()
 
 
 PLUGIN = """

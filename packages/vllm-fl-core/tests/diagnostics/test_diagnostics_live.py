@@ -23,7 +23,6 @@ from vllm_fl.config import reset_settings
 from vllm_fl.diagnostics import ask_processes, live
 from vllm_fl.diagnostics.live import Tracer
 from vllm_fl.dispatch import get_default_manager, reset_default_manager
-from vllm_fl.logging import get_logger
 from vllm_fl.processes import started
 
 pytest.importorskip("vllm_fl_reference", reason="the processes need an implementation")
@@ -158,13 +157,6 @@ def test_nobody_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def handler() -> Iterator[None]:
     yield
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-
-
-@pytest.fixture
-def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []
-    monkeypatch.setattr(get_logger(live.__name__), "warning", lambda text, *args: lines.append(text % args))
-    return lines
 
 
 @pytest.mark.usefixtures("handler")

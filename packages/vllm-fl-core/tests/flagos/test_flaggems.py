@@ -6,7 +6,6 @@ refusals are tested; with one, and FlagGems installed, its own kernels are compa
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from vllm_fl.config import ConfigProblems, Origin, Settings
 from vllm_fl.dispatch.types import AVAILABLE, Availability
 from vllm_fl.flagos import aten, availability, flaggems
 from vllm_fl.flagos.register import FLAGGEMS_OPERATORS
-from vllm_fl.logging import get_logger
 from vllm_fl.plugins import PlatformChoice, load_object
 
 USE_FLAGGEMS = Origin("environment", "environment variable USE_FLAGGEMS")
@@ -51,16 +49,6 @@ def flag_gems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Modul
     yield module
     flaggems._import.cache_clear()
     aten._done.clear()
-
-
-@pytest.fixture
-def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the loggers of vllm-fl say at WARNING and above."""
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    monkeypatch.setattr(handler, "emit", lambda record: messages.append(record.getMessage()))
-    monkeypatch.setattr(get_logger(), "handlers", [*get_logger().handlers, handler])
-    return messages
 
 
 usefixtures = pytest.mark.usefixtures("flag_gems")

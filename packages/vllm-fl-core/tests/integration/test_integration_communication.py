@@ -72,17 +72,15 @@ def test_without_a_backend_of_its_own_the_platforms_stays(install: Callable[...,
     assert platform.dist_backend == "own"
 
 
-def test_a_variable_without_effect_draws_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
+def test_a_variable_without_effect_draws_one_warning(monkeypatch: pytest.MonkeyPatch, warnings: list[str]) -> None:
     monkeypatch.setattr(integration, "_warned", set())
-    monkeypatch.setattr("logging.Logger.warning", lambda self, text, *args: lines.append(text % args))
     monkeypatch.delenv("FLAGCX_PATH", raising=False)
     integration._warn_of_unused_communicator(SimpleNamespace())
-    assert lines == []
+    assert warnings == []
     monkeypatch.setenv("FLAGCX_PATH", "/opt/flagcx")
     for _ in range(2):
         integration._warn_of_unused_communicator(SimpleNamespace())
-    assert lines == [
+    assert warnings == [
         "environment variable FLAGCX_PATH has no effect: vLLM runs on its own platform SimpleNamespace, with its own"
         " communicator; install the distribution of this device (such as vllm-fl-nvidia), or unset the variable"
     ]

@@ -118,7 +118,7 @@ def test_our_variables_are_not_in_the_compile_cache_key(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("original", [None, lambda a, b, c: None], ids=["absent", "other parameters"])
-def test_a_function_that_is_not_known_is_left_alone(original: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_is_not_known_is_left_alone(original: Any, warnings: list[str]) -> None:
     module = types.ModuleType("vllm.some_module")
     if original is not None:
         module.known = original  # type: ignore[attr-defined]
@@ -126,8 +126,6 @@ def test_a_function_that_is_not_known_is_left_alone(original: Any, monkeypatch: 
     def known(a: int, b: int) -> None:
         raise AssertionError("called")
 
-    warnings: list[str] = []
-    monkeypatch.setattr(compat.get_logger(compat.__name__), "warning", lambda text, *args: warnings.append(text % args))
     compat._patch(module, known)
     assert getattr(module, "known", None) is original
     assert warnings == [
@@ -191,15 +189,13 @@ def test_top_k_and_top_p_go_to_dispatch_wherever_the_sampler_calls_them(spy: Any
     assert seen.calls == 3
 
 
-def test_a_sampler_that_is_not_known_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_that_is_not_known_is_left_alone(monkeypatch: pytest.MonkeyPatch, warnings: list[str]) -> None:
     from vllm.v1.sample.ops import topk_topp_sampler
 
     def other(scores: Any, k: Any, p: Any) -> Any:
         raise AssertionError("called")
 
-    warnings: list[str] = []
     monkeypatch.setattr(topk_topp_sampler, "apply_top_k_top_p", other)
-    monkeypatch.setattr(compat.get_logger(compat.__name__), "warning", lambda text, *args: warnings.append(text % args))
     compat.dispatch_top_k_top_p()
     assert topk_topp_sampler.apply_top_k_top_p is other
     assert warnings == [

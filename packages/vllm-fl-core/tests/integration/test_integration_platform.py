@@ -84,13 +84,7 @@ def test_a_worker_that_the_user_names_is_kept() -> None:
     assert config.parallel_config.worker_cls == "some.Worker"
 
 
-def test_fusion_passes_are_off_and_a_request_for_one_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_fl.integration import platform
-
-    warnings: list[str] = []
-    monkeypatch.setattr(
-        platform.get_logger(platform.__name__), "warning", lambda text, *args: warnings.append(text % args)
-    )
+def test_fusion_passes_are_off_and_a_request_for_one_is_answered(warnings: list[str]) -> None:
     config = VllmConfig(compilation_config={"pass_config": {"fuse_norm_quant": True, "enable_sp": True}})
     passes = config.compilation_config.pass_config
     assert not [name for name, value in vars(passes).items() if name.startswith("fuse_") and value]

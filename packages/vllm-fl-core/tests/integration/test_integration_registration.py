@@ -84,13 +84,11 @@ def test_only_selected_layers_are_registered(registries: dict[str, Any], clean_s
     assert not {"RMSNorm", "GeluAndMul", "MoERunner"} & set(registries)
 
 
-def test_the_replacement_of_another_plugin_is_left(registries: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_replacement_of_another_plugin_is_left(registries: dict[str, Any], warnings: list[str]) -> None:
     class Theirs(SiluAndMul):  # type: ignore[misc]
         pass
 
     SiluAndMul.register_oot(Theirs)
-    warnings: list[str] = []
-    monkeypatch.setattr(layers.get_logger(layers.__name__), "warning", lambda text, *args: warnings.append(text % args))
     layers.replace(SiluAndMul, type("Ours", (SiluAndMul,), {"__module__": "vllm_fl.x"}), "silu_and_mul")
     assert registries["SiluAndMul"] is Theirs
     assert warnings == [

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -9,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_fl.config import ENVIRONMENT, reset_settings
 from vllm_fl.dispatch.types import Availability
-from vllm_fl.logging import get_logger
-from vllm_fl.plugins import loading, native, platform, reset_platform
+from vllm_fl.plugins import loading, native, platform
 
 
 class Site:
@@ -114,33 +111,8 @@ def is_native(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool, str], None]:
     return say
 
 
-class Lines(logging.Handler):
-    """Keeps the messages at WARNING and above."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-@pytest.fixture
-def log() -> Iterator[Callable[[], list[str]]]:
-    """``log()``: the warnings so far."""
-    handler = Lines()
-    get_logger().addHandler(handler)
-    yield lambda: handler.lines
-    get_logger().removeHandler(handler)
-
-
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _clean(monkeypatch: pytest.MonkeyPatch, no_settings: None) -> None:
     for name in list(os.environ):
-        if name in ENVIRONMENT or name.startswith(("VLLM_", "JAX_PLATFORMS")):
+        if name.startswith(("VLLM_", "JAX_PLATFORMS")):
             monkeypatch.delenv(name)
-    reset_platform()
-    reset_settings()
-    yield
-    reset_platform()
-    reset_settings()

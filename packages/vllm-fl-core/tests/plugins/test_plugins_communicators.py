@@ -110,7 +110,7 @@ def test_not_installed(install: Callable[..., None], monkeypatch: pytest.MonkeyP
 
 
 def test_one_that_does_not_load(
-    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, log: Callable[[], list[str]]
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
     install("acme", top="raise OSError('no such thing')")
     error = (
@@ -118,7 +118,7 @@ def test_one_that_does_not_load(
         " remove it (pip uninstall acme-comm)"
     )
     assert [item.error for item in installed_communicators()] == [error]
-    assert log() == [f"communicator 'acme' of acme-comm cannot be used: {error}"]
+    assert warnings == [f"communicator 'acme' of acme-comm cannot be used: {error}"]
     assert choose_communicator().plugin is None
     monkeypatch.setenv("VLLM_FL_COMM", "acme")
     assert message() == f"environment variable VLLM_FL_COMM: communicator 'acme' of acme-comm cannot be used: {error}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +10,6 @@ import pytest
 from vllm_fl.dispatch.types import BackendImplKind
 from vllm_fl.errors import PlatformError
 from vllm_fl.plugins import BackendPlugin, installed_backends, load_object, platform_file, requirement_problem
-
-Log = Callable[[], list[str]]
 
 
 def remedy(name: str) -> str:
@@ -57,7 +54,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("top", "raised"), BROKEN.values(), ids=BROKEN)
-def test_import_that_raises(site: Any, log: Log, top: str, raised: str) -> None:
+def test_import_that_raises(site: Any, warnings: list[str], top: str, raised: str) -> None:
     site.backend("acme", top=top)
     site.backend("good")
     broken, good = installed_backends()
@@ -65,7 +62,7 @@ def test_import_that_raises(site: Any, log: Log, top: str, raised: str) -> None:
     assert (broken.plugin, broken.distribution, broken.error) == (None, "vllm-fl-acme", expected)
     assert good.error is None
     installed_backends()
-    assert log() == [f"backend 'acme' of vllm-fl-acme cannot be used: {expected}"]
+    assert warnings == [f"backend 'acme' of vllm-fl-acme cannot be used: {expected}"]
 
 
 def test_interrupt_is_passed_on(site: Any) -> None:
@@ -116,7 +113,7 @@ def test_two_distributions_of_one_name(site: Any) -> None:
     assert "acme_plugin" not in sys.modules
 
 
-def test_requirements_are_judged_from_metadata(site: Any, log: Log) -> None:
+def test_requirements_are_judged_from_metadata(site: Any, warnings: list[str]) -> None:
     site.install("acme-sdk", "1.4", files={"acme_sdk.py": "raise AssertionError('imported')"})
     site.backend("acme", needs=("acme-sdk>=2",))  # what pip was told is pip's business, unless it is the core
     site.backend("beta", probe="acme_sdk:probe", requires=("acme-sdk>=2", "not-there", "acme-sdk<2"))
@@ -126,7 +123,7 @@ def test_requirements_are_judged_from_metadata(site: Any, log: Log) -> None:
         "it needs not-there, and not-there is not installed; pip install 'not-there'"
     )
     assert (acme.error, beta.error) == (None, expected)
-    assert log() == [f"backend 'beta' of vllm-fl-beta cannot be used: {expected}"]
+    assert warnings == [f"backend 'beta' of vllm-fl-beta cannot be used: {expected}"]
 
 
 def test_another_core_is_found_before_anything_is_imported(site: Any) -> None:

@@ -14,7 +14,6 @@ from vllm_fl.config import get_settings, reset_settings
 from vllm_fl.errors import ConfigError, PlatformError
 from vllm_fl.plugins import PlatformChoice, reset_platform, resolve_platform
 
-Log = Callable[[], list[str]]
 IsNative = Callable[[bool, str], None]
 
 
@@ -149,13 +148,13 @@ PROBES = {
 
 
 @pytest.mark.parametrize(("body", "reason"), PROBES.values(), ids=PROBES)
-def test_probe_that_fails(site: Any, log: Log, body: str, reason: str) -> None:
+def test_probe_that_fails(site: Any, warnings: list[str], body: str, reason: str) -> None:
     site.backend("acme", body)
     site.backend("beta")
     choice = resolve_platform()
     assert (chosen(choice), choice.rejected) == ("beta", (("acme", reason),))
     resolve_platform()
-    assert log() == [f"backend 'acme' of vllm-fl-acme: {reason}; reinstall or update vllm-fl-acme"]
+    assert warnings == [f"backend 'acme' of vllm-fl-acme: {reason}; reinstall or update vllm-fl-acme"]
 
 
 def test_probe_that_is_not_there(site: Any) -> None:
@@ -168,7 +167,7 @@ def test_probe_that_is_not_there(site: Any) -> None:
     )
 
 
-def test_backend_that_cannot_be_loaded_leaves_the_others_alone(site: Any, log: Log) -> None:
+def test_backend_that_cannot_be_loaded_leaves_the_others_alone(site: Any, warnings: list[str]) -> None:
     site.backend("acme", top="import acme_sdk")
     site.backend("beta")
     choice = resolve_platform()
@@ -176,7 +175,7 @@ def test_backend_that_cannot_be_loaded_leaves_the_others_alone(site: Any, log: L
     assert choice.rejected[0][1].startswith(
         "loading acme_plugin:PLUGIN raised ModuleNotFoundError: No module named 'acme_sdk'; repair it"
     )
-    assert len(log()) == 1
+    assert len(warnings) == 1
 
 
 REQUESTS = {
@@ -238,13 +237,13 @@ def test_request_by_a_file(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_platform()
 
 
-def test_request_against_the_probe(site: Any, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_against_the_probe(site: Any, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     site.backend("acme", "return Availability(False, 'no /dev/acme0')")
     monkeypatch.setenv("VLLM_FL_PLATFORM", "acme")
     choice = resolve_platform()
     reason = "asked for by environment variable VLLM_FL_PLATFORM, against its probe: no /dev/acme0"
     assert (chosen(choice), choice.reason) == ("acme", reason)
-    assert log() == [f"platform 'acme' is {reason}"]
+    assert warnings == [f"platform 'acme' is {reason}"]
 
 
 def test_wrong_configuration_is_reported_first(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
