@@ -21,6 +21,7 @@ from vllm_fl.flagos.kernels import (
     fused_moe,
     gated_delta_chunk,
     gated_delta_rule,
+    mla,
     moe_align,
     moe_routing,
     moe_sum,
@@ -141,6 +142,24 @@ def _attention(
         )
 
 
+def _latent(
+    requests: int, *, query_len: int, heads: int = 16, shared: int = 232448, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Decodes, or queries of so many tokens, of DeepSeek-V3, whose 128 heads are 16 on each of eight ranks."""
+    rows = meta(1000, 64, 576, dtype=dtype)
+    integers = [meta(*shape, dtype=torch.int32) for shape in ((1024, 512), (requests,), (requests + 1,))]
+    decodes = requests if query_len == 1 else 0
+    with mock.patch.object(mla, "shared_memory", return_value=shared):
+        query = meta(requests * query_len, heads, 576, dtype=dtype)
+        mla.mla_attention(query, rows, *integers, 512, 0.1, query_len, decodes)
+
+
+def _write_latents(tokens: int) -> None:
+    both = meta(tokens, 1536 + 576)
+    slots = meta(tokens, dtype=torch.int64)
+    mla.concat_and_cache_mla(meta(tokens, 512), both[:, 1536 + 512 :], meta(1000, 64, 576), slots)
+
+
 def _topk(tokens: int, *, experts: int, biased: bool) -> None:
     outputs = (meta(tokens, 10, dtype=torch.float32), *(meta(tokens, 10, dtype=torch.int32) for _ in range(2)))
     moe_routing.topk_sigmoid(*outputs, meta(tokens, experts), True, meta(experts) if biased else None)
@@ -244,6 +263,16 @@ _ATTENTION = [
     Case("attention float32", partial(_attention, query_len=512, dtype=torch.float32, **_HEADS[" wide"]), ("sm_90",)),
 ]
 
+_LATENT = [
+    Case("concat_and_cache_mla", _write_latents),
+    Case("mla decodes", partial(_latent, query_len=1), _LARGE, variants=5, tokens=16),
+    Case("mla decodes of all heads", partial(_latent, query_len=1, heads=128), ("sm_90",), variants=5, tokens=16),
+    Case("mla decodes small", partial(_latent, query_len=1, **_SMALL), ("sm_80", "gfx942"), variants=5, tokens=16),
+    Case("mla prefills", partial(_latent, query_len=512), _LARGE, tokens=8),
+    Case("mla prefills small", partial(_latent, query_len=512, **_SMALL), ("sm_80", "gfx942"), tokens=8),
+    Case("mla float32", partial(_latent, query_len=512, dtype=torch.float32), ("sm_90",), tokens=8),
+]
+
 _DELTA_RULE = [
     Case("causal_conv1d_fn", partial(_convolve, step=False)),
     Case("causal_conv1d_update", partial(_convolve, step=True)),
@@ -273,6 +302,7 @@ _DELTA_RULE = [
 
 CASES: list[Case] = [
     *_ATTENTION,
+    *_LATENT,
     *_DELTA_RULE,
     Case("silu_and_mul", lambda t: activation.silu_and_mul(meta(t, 2 * 9728))),
     Case("gelu_and_mul", lambda t: activation.gelu_and_mul(meta(t, 2 * 9728))),
