@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from threading import RLock
 
 from steps import clean_environment
 
@@ -37,10 +39,11 @@ def run_group(
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=dict(environment), cwd=cwd, stdout=output, stderr=output, start_new_session=True
-        )
-        _running.add(process)
+        with _starting:
+            process = subprocess.Popen(
+                command, env=dict(environment), cwd=cwd, stdout=output, stderr=output, start_new_session=True
+            )
+            _running.add(process)
         try:
             return f"ended with code {process.wait(timeout)}"
         except subprocess.TimeoutExpired:
@@ -60,17 +63,21 @@ def end_with_signal() -> None:
 
 
 _running: set[subprocess.Popen[bytes]] = set()
+_starting = RLock()
 
 
 def _stop(number: int, frame: object) -> None:
+    _starting.acquire()  # for ever: a thread whose group is killed here starts no other
     for process in list(_running):
-        _kill(process)
+        _signal(process)
     os._exit(128 + number)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    _signal(process)
     process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

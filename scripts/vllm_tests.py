@@ -81,16 +81,20 @@ def find_tests(source: Path) -> Path:
     return tests
 
 
-def run_modules(tests: Path, modules: Sequence[str], settings: Mapping[str, str], log: Path) -> dict[str, Answer]:
+def run_modules(
+    tests: Path, modules: Sequence[str], settings: Mapping[str, str], log: Path, resume: bool = False
+) -> dict[str, Answer]:
     """Answers by test. A process that ends early is followed by one for the tests that remain.
 
     Args:
         settings: variables of the environment.
         log: takes what pytest writes; the lines of outcome_lines.py go to a file beside it, with the suffix .jsonl.
+        resume: keep what such a file has; only tests that did not end run.
     """
     lines = log.with_suffix(".jsonl")
     log.parent.mkdir(parents=True, exist_ok=True)
-    lines.unlink(missing_ok=True)
+    ended_before = [line for line in outcome_lines.read(lines) if resume and line["event"] != "started"]
+    lines.write_text("".join(json.dumps(line) + "\n" for line in ended_before), encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         # Not the source itself: its `vllm` would be imported in the place of the one that is installed.
@@ -155,8 +159,8 @@ def count(answers: Answers) -> dict[str, int]:
     return {outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")}
 
 
-def run(tests: Path, selection: Selection, groups: Sequence[str], jobs: int, hub: Path) -> dict[str, Any]:
-    """The results, as tests/matrix/vllm_tests.json has them: of `groups` now, of the others from their last run."""
+def run(tests: Path, selection: Selection, arguments: argparse.Namespace, hub: Path) -> dict[str, Any]:
+    """The results, as tests/matrix/vllm_tests.json has them: of some groups now, of the others from their last run."""
     make_hub(hub, selection.stand_in)
     taken, left = selection.sort(sorted(path.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")))
     named = {take.name: (take, taken[index]) for index, take in enumerate(selection.take)}
@@ -164,10 +168,10 @@ def run(tests: Path, selection: Selection, groups: Sequence[str], jobs: int, hub
     def run_part(part: tuple[str, str]) -> dict[str, Answer]:
         name, side = part
         log = log_of(name, side)
-        if name not in groups:
+        if name not in arguments.groups:
             return read_answers(log.with_suffix(".jsonl"), "")
         settings = {**SIDES[side], "HF_HOME": str(hub), "PYTEST_PLUGINS": "load_vllm_plugins"}
-        answers = run_modules(tests, named[name][1], settings, log)
+        answers = run_modules(tests, named[name][1], settings, log, arguments.resume)
         say(f"{name}, {side}: {count(answers)}; log: {log}")
         return answers
 
@@ -175,7 +179,7 @@ def run(tests: Path, selection: Selection, groups: Sequence[str], jobs: int, hub
         (name, side) for name, (take, _) in named.items() for side in SIDES if side == "with us" or not take.engine
     ]
     answers: dict[str, dict[str, Answer]] = {side: {} for side in SIDES}
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(arguments.jobs) as pool:
         for (_, side), found in zip(parts, pool.map(run_part, parts), strict=True):
             answers[side].update(found)
     return {
@@ -215,7 +219,7 @@ def main(argv: Sequence[str]) -> int:
         tests = find_tests(arguments.source.absolute())
         end_with_signal()
         with tempfile.TemporaryDirectory() as hub:
-            results = run(tests, selection, arguments.groups, arguments.jobs, Path(hub))
+            results = run(tests, selection, arguments, Path(hub))
     except BootstrapError as error:
         say(str(error))
         return 3
@@ -237,6 +241,7 @@ def parse(argv: Sequence[str], groups: list[str]) -> argparse.Namespace:
         "--groups", nargs="*", default=groups, choices=groups, metavar="GROUP",
         help="run these only, and take the others' answers from their last run (default: all); none: only judge anew",
     )  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="run only tests that the last run did not end")
     parser.add_argument("--jobs", type=int, default=2, help="processes that run at a time (default: 2)")
     return parser.parse_args(argv)
 
