@@ -60,6 +60,18 @@ def test_core_imports_no_sibling() -> None:
     assert found == []
 
 
+def test_the_command_line_is_on_top() -> None:
+    """What a command does is a function of another package, which can be called without it."""
+    found = [
+        f"{path}:{node.lineno} imports {name}"
+        for path, tree in modules(CORE)
+        if "/vllm_fl/cli/" not in path and not path.endswith("/__main__.py")
+        for node, name, _ in imported_names(tree)
+        if name.startswith("vllm_fl.cli")
+    ]
+    assert found == []
+
+
 def test_core_names_no_sibling_module() -> None:
     """Core finds the others through entry points; a module name in a string would be an import in disguise."""
     found = [
