@@ -39,7 +39,7 @@ def base_arguments(given: dict[str, Any]) -> dict[str, Any]:
 class FlagCXMixin:
     """vLLM's methods on top of a :class:`TensorCommunicator`; mixed in before a communicator class of vLLM.
 
-    A class that mixes it in calls :meth:`connect` when the base class is ready.
+    Of that class the constructor of DeviceCommunicatorBase alone is run: no other library is started.
     """
 
     tensors: TensorCommunicator
@@ -50,6 +50,18 @@ class FlagCXMixin:
     rank_in_group: int
     device: torch.device
     all2all_manager: Any
+
+    def __init__(
+        self,
+        cpu_group: Any,
+        device: torch.device | None = None,
+        device_group: Any = None,
+        unique_name: str = "",
+        **more: Any,
+    ) -> None:
+        given = {"device": device, "device_group": device_group, "unique_name": unique_name, **more}
+        DeviceCommunicatorBase.__init__(self, cpu_group, **base_arguments(given))
+        self.connect(more.get("tcp_store_group"))
 
     def connect(self, tcp_store_group: Any = None) -> None:
         """Load FlagCX, agree with the other ranks on what to use, and join them. Collective.
@@ -222,15 +234,3 @@ class FlagCXMixin:
 
 class FlagCXCommunicator(FlagCXMixin, DeviceCommunicatorBase):
     """The communicator of a group of ranks on any device whose graphs vLLM does not capture itself."""
-
-    def __init__(
-        self,
-        cpu_group: Any,
-        device: torch.device | None = None,
-        device_group: Any = None,
-        unique_name: str = "",
-        **more: Any,
-    ) -> None:
-        given = {"device": device, "device_group": device_group, "unique_name": unique_name, **more}
-        DeviceCommunicatorBase.__init__(self, cpu_group, **base_arguments(given))
-        self.connect(more.get("tcp_store_group"))

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
-from .communicator import FlagCXMixin, base_arguments
+from .communicator import FlagCXMixin
 
 __all__ = ["FlagCXCudaCommunicator"]
-
-#: What CudaCommunicator's constructor sets and its methods and vLLM read, on any of the versions 0.26 to 0.33.
-_WITHOUT = ("pynccl_comm", "ca_comm", "qr_comm", "symm_mem_comm", "fi_ar_comm", "aiter_ar_comm", "fi_pcie_ipc_ar_comm")
-_OFF = (
-    *("use_aiter_ag_rs", "use_custom_allreduce", "use_torch_symm_mem", "use_flashinfer_allreduce"),
-    *("use_flashinfer_pcie_ipc_allreduce", "use_aiter_allreduce"),
-)
 
 
 class FlagCXCudaCommunicator(FlagCXMixin, CudaCommunicator):
@@ -27,21 +17,10 @@ class FlagCXCudaCommunicator(FlagCXMixin, CudaCommunicator):
     custom all-reduce, symmetric memory, FlashInfer) is started.
     """
 
-    def __init__(
-        self,
-        cpu_group: Any,
-        device: torch.device | None = None,
-        device_group: Any = None,
-        unique_name: str = "",
-        **more: Any,
-    ) -> None:
-        given = {"device": device, "device_group": device_group, "unique_name": unique_name, **more}
-        DeviceCommunicatorBase.__init__(self, cpu_group, **base_arguments(given))
-        for name in _WITHOUT:
-            setattr(self, name, None)
-        for name in _OFF:
-            setattr(self, name, False)
-        self.connect(more.get("tcp_store_group"))
+    # What CudaCommunicator's constructor sets and its methods and vLLM read, on any of the versions 0.26 to 0.33.
+    pynccl_comm = ca_comm = qr_comm = symm_mem_comm = fi_ar_comm = aiter_ar_comm = fi_pcie_ipc_ar_comm = None
+    use_aiter_ag_rs = use_custom_allreduce = use_torch_symm_mem = use_flashinfer_allreduce = False
+    use_flashinfer_pcie_ipc_allreduce = use_aiter_allreduce = False
 
     def custom_all_gather(self, input_: torch.Tensor) -> torch.Tensor | None:
         """None: vLLM then calls :meth:`all_gather`."""
