@@ -314,29 +314,13 @@ def modernbert() -> Any:
 
 
 CONFIGURATIONS: dict[str, Callable[[], Any]] = {
-    "llama": llama,
-    "qwen3": qwen3,
-    "qwen3_moe": qwen3_moe,
-    "qwen3_next": qwen3_next,
-    "gemma2": gemma2,
-    "gpt_oss": gpt_oss,
-    "deepseek_v3": deepseek_v3,
-    "qwen2": qwen2,
-    "qwen3_5": qwen3_5,
-    "qwen3_5_moe": qwen3_5_moe,
-    "minimax_m2": minimax_m2,
-    "minicpm3": minicpm3,
-    "minicpm4": minicpm4,
-    "hunyuan_dense": hunyuan_dense,
-    "hunyuan_moe": hunyuan_moe,
-    "glm4": glm4,
-    "glm4_moe": glm4_moe,
-    "deepseek_v2": deepseek_v2,
-    "gemma3": gemma3,
-    "mixtral": mixtral,
-    "phi3": phi3,
-    "olmo2": olmo2,
-    "ernie4_5": ernie4_5,
+    make_config.__name__: make_config
+    for make_config in (
+        *(llama, qwen3, qwen3_moe, qwen3_next),
+        *(gemma2, gpt_oss, deepseek_v3, qwen2, qwen3_5, qwen3_5_moe),
+        *(minimax_m2, minicpm3, minicpm4, hunyuan_dense, hunyuan_moe, glm4, glm4_moe),
+        *(deepseek_v2, gemma3, mixtral, phi3, olmo2, ernie4_5),
+    )
 }
 
 ENCODERS: dict[str, Callable[[], Any]] = {"bert": bert, "modernbert": modernbert}
