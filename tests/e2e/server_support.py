@@ -76,9 +76,8 @@ class Server:
                 continue
         return found
 
-    def end(self, number: int = signal.SIGTERM) -> None:
-        """Send the signal; the server must end with code 0 and leave no process behind."""
-        self.process.send_signal(number)
+    def wait_for_end(self) -> None:
+        """After a signal: the server must end with code 0 and leave no process behind."""
         assert self.process.wait(60) == 0, self.log.read_text()
         deadline = time.monotonic() + 10
         while self.processes() and time.monotonic() < deadline:
