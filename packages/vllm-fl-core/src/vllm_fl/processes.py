@@ -28,9 +28,9 @@ def catches(pid: int, number: int) -> bool:
 
 
 def owner(pid: int) -> int | None:
-    """The real user id of a process; None if it cannot be seen."""
+    """The effective user id of a process, to which its files belong; None if it cannot be seen."""
     ids = _status(pid, "Uid").split()
-    return int(ids[0]) if ids else None
+    return int(ids[1]) if ids else None
 
 
 def _status(pid: int, field: str) -> str:
