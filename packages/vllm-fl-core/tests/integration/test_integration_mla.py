@@ -152,20 +152,8 @@ def test_other_masks_are_refused(causal: Any) -> None:
 
 
 def make_impl(**changes: Any) -> MLAImpl:
-    arguments = {
-        "num_heads": HEADS,
-        "head_size": LATENT + ROPE,
-        "scale": 0.4,
-        "num_kv_heads": 1,
-        "alibi_slopes": None,
-        "sliding_window": None,
-        "kv_cache_dtype": "auto",
-        "logits_soft_cap": None,
-        "attn_type": "decoder",
-        "kv_sharing_target_layer_name": None,
-        "kv_lora_rank": LATENT,
-    }
-    return MLAImpl(**{**arguments, **changes})
+    arguments = {"num_heads": HEADS, "head_size": LATENT + ROPE, "scale": 0.4, "kv_lora_rank": LATENT}
+    return MLAImpl(**{**arguments, "kv_cache_dtype": "auto", "sliding_window": None, **changes})
 
 
 def test_profiling_has_no_cache() -> None:

@@ -122,41 +122,24 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
 
 
 class MLAImpl(MLAAttentionImpl[MLAMetadata]):
-    """Latent attention of one layer. Arguments as in the base class.
+    """Latent attention of one layer. Arguments as in the base class; the projections are the caller's.
 
     Raises:
-        NotImplementedError: a window, another modification of the scores, a quantised cache, or a cache that is
-            another layer's.
+        NotImplementedError: a quantised cache, or one of the arguments in REFUSED.
     """
+
+    #: What changes the scores, or which layer's cache is read.
+    REFUSED = ("alibi_slopes", "kv_sharing_target_layer_name", "logits_soft_cap", "sliding_window")
 
     supports_dcp = False
     supports_pcp = False
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        *,
-        kv_lora_rank: int,
-        **projections: Any,
+        self, *, num_heads: int, head_size: int, scale: float, kv_lora_rank: int, kv_cache_dtype: str, **others: Any
     ) -> None:
-        options = {
-            "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
-            "logits_soft_cap": logits_soft_cap,
-            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
-        }
-        unknown = sorted(name for name, value in options.items() if value)
-        if unknown:
-            raise NotImplementedError(f"latent attention does not know the layer's arguments {', '.join(unknown)}")
+        refused = [name for name in self.REFUSED if others.get(name)]
+        if refused:
+            raise NotImplementedError(f"latent attention does not know the layer's arguments {', '.join(refused)}")
         if kv_cache_dtype not in CACHE_DTYPES:
             raise NotImplementedError(
                 f"latent attention has no KV cache of dtype {kv_cache_dtype!r}; "
@@ -165,19 +148,10 @@ class MLAImpl(MLAAttentionImpl[MLAMetadata]):
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
-        self.num_kv_heads = num_kv_heads
-        self.kv_cache_dtype = kv_cache_dtype
         self.kv_lora_rank = kv_lora_rank
 
     def do_kv_cache_update(
-        self,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        kv_cache_dtype: str,
-        k_scale: Tensor,
-        skip_scale: bool = False,
+        self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *quantization: Any
     ) -> None:
         """Write the step's latents [T, L] and rotated keys [T, 1, C - L] into their slots; profiling has no cache."""
         if kv_cache.numel():
