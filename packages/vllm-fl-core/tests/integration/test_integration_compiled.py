@@ -123,7 +123,7 @@ def test_operators_that_a_custom_operator_hides_are_not_in_the_code(runner: Runn
     for call, expected in ((torch.ops.hiding.silu_and_mul, set()), (_op.fn, {"silu_and_mul"})):
         survey = Survey()
         manager.watch(survey)
-        with survey, torch.inference_mode():
+        with torch.inference_mode():
             call(torch.ones(2, 4))
         manager.unwatch(survey)
         assert survey.operators == expected

@@ -7,11 +7,13 @@ was traced is in the code: the model is traced anew, under the key of the presen
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch
 
 from vllm_fl.dispatch import OpImpl, Selection, get_default_manager
 from vllm_fl.logging import get_logger
@@ -91,13 +93,11 @@ class CompiledModel:
             self.switch_off(True)
             self._survey = Survey()
             get_default_manager().watch(self._survey)
-            self._survey.__enter__()
 
     def end_survey(self) -> None:
         """Take what has been seen, under the selection that the code was compiled with, as all that there is."""
         survey, self._survey = self._survey, None
         if survey is not None:
-            survey.__exit__(None, None, None)
             get_default_manager().unwatch(survey)
             self.switch_off(False)
             self._operators = frozenset(survey.operators)
@@ -130,31 +130,30 @@ class CompiledModel:
         get_logger(__name__).info("compiled the model anew in %.1f s", time.perf_counter() - begin)
 
 
-class Survey(TorchDispatchMode):
-    """Sees which operators are called from the model itself, and not from a custom operator, which hides them."""
+class Survey:
+    """A watcher: which operators the model calls by itself, and not from a custom operator, which hides them."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.operators: set[str] = set()
-        self._depth = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        hidden = getattr(func, "namespace", "") not in ("aten", "prims")
-        self._depth += hidden
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self._depth -= hidden
 
     def around(self, impl: OpImpl, call: Callable[..., Any]) -> Callable[..., Any]:
-        """As a watcher of the manager."""
-
         def seen(*args: Any, **kwargs: Any) -> Any:
-            if not self._depth:
+            if not _is_hidden():
                 self.operators.add(impl.op_name)
             return call(*args, **kwargs)
 
         return seen
+
+
+def _is_hidden() -> bool:
+    """Whether the caller is, however deep, inside a custom operator.
+
+    Told by the stack. A mode of torch's dispatcher would see it, too, but Dynamo gives up code that it meets under one.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != torch._ops.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def traced_form(selection: Selection) -> tuple[Any, ...]:
