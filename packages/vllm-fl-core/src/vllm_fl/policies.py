@@ -59,7 +59,7 @@ def parse_policy(text: str, where: str) -> SelectionPolicy:
         raise ConfigError(f"{where}: {text!r} is not a policy ({FORMS}){did_you_mean(text, words)}")
     try:
         settings = load_file(text) if is_file else load_settings({"VLLM_FL_PER_OP": text})
-        settings.check_names(**registered_names(manager.registry))
+        settings.check_names(registered_names(manager.registry))
     except ConfigProblems as error:
         # A file's problems name their line; what was written on the command line came from no variable.
         places = [problem.where if is_file and problem.where else where for problem in error.problems]

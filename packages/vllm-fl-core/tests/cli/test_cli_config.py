@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from vllm_fl.cli import main
-from vllm_fl.config import KEYS
-from vllm_fl.diagnostics import KnownNames
+from vllm_fl.config import KEYS, KnownNames
 
 NAMES = KnownNames(
     operators=frozenset({"rms_norm", "silu_and_mul", "moe_sum"}),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_fl.config import KEYS, ConfigProblems, Settings, check_file
+from vllm_fl.config import KEYS, ConfigProblems, KnownNames, Settings, check_file
 from vllm_fl.errors import ConfigError
 
 Load = Callable[..., Settings]
@@ -409,20 +409,22 @@ NAMES = {
 }
 
 
+KNOWN = KnownNames(operators=["silu_and_mul", "moe_sum"], vendors=["acme"], impl_ids=[])
+
+
 @pytest.mark.parametrize(("text", "expected"), NAMES.values(), ids=NAMES)
 def test_name_that_nothing_has_registered(load: Load, text: str, expected: str) -> None:
     settings = load(text)
     with pytest.raises(ConfigError) as caught:
-        settings.check_names(["silu_and_mul", "moe_sum"], ["acme"], [])
+        settings.check_names(KNOWN)
     assert str(caught.value) == expected
-    known = {"operators": ["silu_and_mul", "moe_sum"], "vendors": ["acme"], "impl_ids": []}
-    assert [str(problem) for problem in check_file("my.yaml", **known)] == [expected]
+    assert [str(problem) for problem in check_file("my.yaml", KNOWN)] == [expected]
 
 
 def test_names_of_variables(load: Load) -> None:
     settings = load(VLLM_FL_PER_OP="rms_nrom=impl:x", VLLM_FL_FLAGOS_BLACKLIST="mn", VLLM_FL_OOT_WHITELIST="moe")
     with pytest.raises(ConfigError) as caught:
-        settings.check_names(["rms_norm"], [], ["y"], flagos_operators=["mm"], oot_layers=["fused_moe"])
+        settings.check_names(KnownNames(["rms_norm"], [], ["y"], flagos_operators=["mm"], oot_layers=["fused_moe"]))
     assert str(caught.value) == "\n".join(
         (
             "4 problems in the configuration:",
@@ -439,7 +441,7 @@ def test_names_of_variables(load: Load) -> None:
 def test_many_known_names_are_counted(load: Load) -> None:
     settings = load(VLLM_FL_PER_OP="x1o=vendor")
     with pytest.raises(ConfigError) as caught:
-        settings.check_names([f"op{i}" for i in range(41)], [], [])
+        settings.check_names(KnownNames([f"op{i}" for i in range(41)], [], []))
     assert (
         str(caught.value) == "environment variable VLLM_FL_PER_OP: op_backends: unknown operator 'x1o' (41 are known)"
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_fl.config import KEYS, Settings, check_file
+from vllm_fl.config import KEYS, KnownNames, Settings, check_file
 from vllm_fl.dispatch import BackendImplKind, Bucket, OpImpl, Parameter
 from vllm_fl.dispatch.parameters import ParameterPath, flat, nested
 from vllm_fl.errors import ConfigError
@@ -146,12 +146,12 @@ NAMES = {
 
 @pytest.mark.parametrize(("text", "expected"), NAMES.values(), ids=NAMES)
 def test_what_no_implementation_has_declared(load: Load, text: str, expected: str) -> None:
-    known: dict[str, Any] = {"operators": ["moe_sum", "rms_norm"], "vendors": [], "impl_ids": []}
+    known = KnownNames(["moe_sum", "rms_norm"], vendors=[], impl_ids=[], implementations=IMPLEMENTATIONS)
     settings = load(text)
     with pytest.raises(ConfigError) as caught:
-        settings.check_names(**known, implementations=IMPLEMENTATIONS)
+        settings.check_names(known)
     assert str(caught.value) == expected
-    assert [str(p) for p in check_file("my.yaml", **known, implementations=IMPLEMENTATIONS)] == [expected]
+    assert [str(p) for p in check_file("my.yaml", known)] == [expected]
 
 
 def test_the_key_is_for_vendors_too() -> None:

@@ -7,10 +7,10 @@ name falls through to the layer below. Whatever is wrong is reported, all of it 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from vllm_fl.logging import get_logger, set_log_level
 
@@ -19,12 +19,9 @@ from .keys import KEYS, Key
 from .layer import Layer, file_layer, line_and_column, platform_layer
 from .merge import Merged, conflicts, merge
 from .model import expanded, is_edit, json_schema
-from .names import unknown_names
+from .names import KnownNames, unknown_names
 from .problems import DEFAULT_ORIGIN, ConfigProblems, Origin, Problem
 from .settings import SettingRow, Settings
-
-if TYPE_CHECKING:
-    from vllm_fl.dispatch.types import OpImpl
 
 CONFIG_ENV = "VLLM_FL_CONFIG"
 
@@ -90,35 +87,17 @@ def user_value(key: str, environ: Mapping[str, str] | None = None) -> tuple[Any,
     return KEYS[key].default, DEFAULT_ORIGIN
 
 
-def check_file(
-    path: str | Path,
-    *,
-    operators: Collection[str] | None = None,
-    vendors: Collection[str] | None = None,
-    impl_ids: Collection[str] | None = None,
-    flagos_operators: Collection[str] | None = None,
-    oot_layers: Collection[str] | None = None,
-    implementations: Collection[OpImpl] | None = None,
-) -> list[Problem]:
+def check_file(path: str | Path, names: KnownNames | None = None) -> list[Problem]:
     """Everything that is wrong with one user's file, whatever the other layers say; empty if nothing is.
 
-    Names are checked against the given ones, if given (see :meth:`Settings.check_names`).
+    Names are checked against the known ones, if given.
     """
     layer, problems = file_layer(Path(path), "")
     # What edits another layer can only be judged together with that layer.
     standing = {key: value for key, value in layer.values.items() if not _edits(value)}
     merged = merge([Layer(standing, layer.origins)])
-    names = unknown_names(
-        _settings(merged, ()),
-        merged.origins,
-        operators=operators,
-        vendors=vendors,
-        impl_ids=impl_ids,
-        flagos_operators=flagos_operators,
-        oot_layers=oot_layers,
-        implementations=implementations,
-    )
-    return sorted(problems + conflicts(merged) + names, key=line_and_column)
+    unknown = unknown_names(_settings(merged, ()), merged.origins, names or KnownNames())
+    return sorted(problems + conflicts(merged) + unknown, key=line_and_column)
 
 
 def get_settings() -> Settings:
@@ -202,6 +181,7 @@ __all__ = [
     "UNSUPPORTED",
     "ConfigProblems",
     "Key",
+    "KnownNames",
     "Origin",
     "PlatformFile",
     "Problem",

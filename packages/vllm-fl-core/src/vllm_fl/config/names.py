@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_fl.dispatch.parameters import problem_with
@@ -19,24 +20,35 @@ if TYPE_CHECKING:
 _LISTED = 40  #: more known names than this are counted, not listed
 
 
-def unknown_names(
-    settings: Settings,
-    origins: Mapping[OriginPath, Origin],
-    *,
-    operators: Collection[str] | None = None,
-    vendors: Collection[str] | None = None,
-    impl_ids: Collection[str] | None = None,
-    flagos_operators: Collection[str] | None = None,
-    oot_layers: Collection[str] | None = None,
-    implementations: Collection[OpImpl] | None = None,
-) -> list[Problem]:
-    """The names and parameters in `settings` that are not among the given ones; what is None is not checked."""
+@dataclass(frozen=True)
+class KnownNames:
+    """What a configuration may name; of what is None nothing is known, and nothing checked.
+
+    Args:
+        operators: names of the catalogue and of the registry.
+        vendors: those of the registered implementations and of the installed backends.
+        impl_ids: ids of the registered implementations.
+        flagos_operators: operators that flagos offers, those of FlagGems included.
+        oot_layers: names of the layers that can be replaced.
+        implementations: the registered ones, for the parameters that they declare.
+    """
+
+    operators: Collection[str] | None = None
+    vendors: Collection[str] | None = None
+    impl_ids: Collection[str] | None = None
+    flagos_operators: Collection[str] | None = None
+    oot_layers: Collection[str] | None = None
+    implementations: Collection[OpImpl] | None = None
+
+
+def unknown_names(settings: Settings, origins: Mapping[OriginPath, Origin], names: KnownNames) -> list[Problem]:
+    """The names and parameters in `settings` that are not among the known ones."""
     known_by_kind = {
-        "operator": operators,
-        "vendor": vendors,
-        "implementation": impl_ids,
-        "flagos operator": flagos_operators,
-        "layer": oot_layers,
+        "operator": names.operators,
+        "vendor": names.vendors,
+        "implementation": names.impl_ids,
+        "flagos operator": names.flagos_operators,
+        "layer": names.oot_layers,
     }
     problems = []
     for path, kind, name in _names(settings):
@@ -46,8 +58,8 @@ def unknown_names(
         where = str(origins.get(path, DEFAULT_ORIGIN))
         key = "parameters" if path[0] == "parameters" else ".".join(path[:-1])
         problems.append(Problem(where, key, f"unknown {kind} {name!r} ({_listing(known)}){did_you_mean(name, known)}"))
-    if implementations is not None:
-        problems += _wrong_parameters(settings, origins, implementations, operators)
+    if names.implementations is not None:
+        problems += _wrong_parameters(settings, origins, names.implementations, names.operators)
     return problems
 
 

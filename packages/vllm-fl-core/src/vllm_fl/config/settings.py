@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -13,12 +13,11 @@ from vllm_fl.errors import did_you_mean
 
 from .keys import KEYS
 from .layer import OriginPath
-from .names import unknown_names
+from .names import KnownNames, unknown_names
 from .problems import DEFAULT_ORIGIN, ConfigProblems, Origin
 
 if TYPE_CHECKING:
     from vllm_fl.dispatch.policy import SelectionPolicy
-    from vllm_fl.dispatch.types import OpImpl
 
 
 class SettingRow(NamedTuple):
@@ -118,39 +117,12 @@ class Settings:
                 rows.append(SettingRow(key, None, () if empty else value, self.origin(key)))
         return rows
 
-    def check_names(
-        self,
-        operators: Collection[str],
-        vendors: Collection[str],
-        impl_ids: Collection[str],
-        *,
-        flagos_operators: Collection[str] | None = None,
-        oot_layers: Collection[str] | None = None,
-        implementations: Collection[OpImpl] | None = None,
-    ) -> None:
+    def check_names(self, names: KnownNames) -> None:
         """Check every name that only the registered backends can know; call it when all of them have registered.
-
-        Args:
-            operators: names of the catalogue and of the registry.
-            vendors: vendors of the registered implementations and of the installed backends.
-            impl_ids: ids of the registered implementations.
-            flagos_operators: operators that flagos offers, those of FlagGems included; None leaves the flagos lists
-                unchecked.
-            oot_layers: names of the layers that can be replaced; None leaves the oot lists unchecked.
-            implementations: the registered ones; None leaves the parameters unchecked.
 
         Raises:
             ConfigError: at least one name is unknown; the message lists all of them with their places.
         """
-        found = unknown_names(
-            self,
-            self.origins,
-            operators=operators,
-            vendors=vendors,
-            impl_ids=impl_ids,
-            flagos_operators=flagos_operators,
-            oot_layers=oot_layers,
-            implementations=implementations,
-        )
+        found = unknown_names(self, self.origins, names)
         if found:
             raise ConfigProblems(found)

@@ -15,7 +15,7 @@ from .checks import Check
 from .explain import CandidateView, Explanation, explain, explain_all
 from .info import Info, PlatformView, PlugInView, collect_info
 from .live import LiveProcess, ask_processes
-from .names import KnownNames, known_names
+from .names import known_names
 
 __all__ = [
     "ArgumentError",
@@ -23,7 +23,6 @@ __all__ = [
     "Check",
     "Explanation",
     "Info",
-    "KnownNames",
     "LiveProcess",
     "PlatformView",
     "PlugInView",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from vllm_fl.logging import get_logger
 
 from .discovery import discover_backends, discover_plugins
 
 if TYPE_CHECKING:
-    from vllm_fl.config import Settings
+    from vllm_fl.config import KnownNames, Settings
 
     from .manager import OpManager
     from .registry import OpRegistry
@@ -27,7 +28,7 @@ def register_everything(manager: OpManager) -> None:
     registry = manager.registry
     discover_backends(registry)
     discover_plugins(registry)
-    settings.check_names(**registered_names(registry), flagos_operators=_flagos_operators(settings))
+    settings.check_names(replace(registered_names(registry), flagos_operators=_flagos_operators(settings)))
     if settings.oplist_path is not None:
         manager.observers.write_oplist(settings.oplist_path, str(settings.origin("oplist_path")))
     if settings.trace_dir is not None:
@@ -42,22 +43,20 @@ def register_everything(manager: OpManager) -> None:
         get_logger(__name__).info("operators and implementations:\n%s", "\n".join(traces))
 
 
-def registered_names(registry: OpRegistry) -> dict[str, Any]:
-    """The names that a configuration may use, as arguments of :meth:`Settings.check_names`.
-
-    They are those of `registry` and the vendors of the installed backends, which need not have registered.
-    """
+def registered_names(registry: OpRegistry) -> KnownNames:
+    """What a configuration may name of `registry`, and of the installed backends, which need not have registered."""
+    from vllm_fl.config import KnownNames
     from vllm_fl.plugins import installed_backends
 
     impls = tuple(impl for impls in registry.snapshot().impls_by_op.values() for impl in impls)
     vendors = {impl.vendor for impl in impls}
     vendors |= {backend.plugin.vendor for backend in installed_backends() if backend.plugin is not None}
-    return {
-        "operators": frozenset(registry.known_operators()),
-        "vendors": frozenset(vendor for vendor in vendors if vendor),
-        "impl_ids": frozenset(impl.impl_id for impl in impls),
-        "implementations": impls,
-    }
+    return KnownNames(
+        operators=frozenset(registry.known_operators()),
+        vendors=frozenset(vendor for vendor in vendors if vendor),
+        impl_ids=frozenset(impl.impl_id for impl in impls),
+        implementations=impls,
+    )
 
 
 def _flagos_operators(settings: Settings) -> frozenset[str] | None:

@@ -121,14 +121,11 @@ def _table(entries: Iterable[tuple[str, str]]) -> dict[str, frozenset[str]]:
 
 
 def _check(settings: Settings, table: Mapping[str, Any]) -> None:
-    from vllm_fl.config import ConfigProblems
-    from vllm_fl.config.names import unknown_names
+    from vllm_fl.config import KnownNames
     from vllm_fl.dispatch import get_default_manager
 
     operators = get_default_manager().registry.known_operators()
-    problems = unknown_names(settings, settings.origins, flagos_operators={*operators, *table})
-    if problems:
-        raise ConfigProblems(problems)
+    settings.check_names(KnownNames(flagos_operators={*operators, *table}))
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from importlib.resources import as_file
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from vllm_fl.config import check_file, load_settings
+from vllm_fl.config import KnownNames, check_file, load_settings
 from vllm_fl.dispatch import PLUGIN_GROUP, BackendImplKind
 from vllm_fl.errors import ConfigError
 from vllm_fl.plugins import BACKEND_GROUP, platform_file
@@ -156,13 +156,12 @@ def _yaml(bundle: Bundle) -> Iterator[str]:
     snapshot = manager.registry.snapshot().impls_by_op
     impls = [impl for found in snapshot.values() for impl in found] + bundle.implementations
     with as_file(file) as path:  # type: ignore[arg-type]
-        problems = check_file(
-            path,
+        names = KnownNames(
             operators={*manager.registry.known_operators(), *bundle.registry.known_operators()},
             vendors={impl.vendor for impl in impls if impl.vendor} | ({plugin.vendor} if plugin.vendor else set()),
             impl_ids={impl.impl_id for impl in impls},
         )
-    yield from map(str, problems)
+        yield from map(str, check_file(path, names))
 
 
 def _register(bundle: Bundle) -> Iterator[str]:

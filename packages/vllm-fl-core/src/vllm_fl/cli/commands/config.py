@@ -58,7 +58,7 @@ def check(
         from vllm_fl.config import check_file
         from vllm_fl.diagnostics import known_names
 
-        problems = check_file(file, **vars(known_names()))
+        problems = check_file(file, known_names())
         if as_json:
             print_json({"file": str(file), "problems": [_problem(problem) for problem in problems]})
         else:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import import_module
 
-from vllm_fl.config import ConfigProblems, Settings, get_settings
-from vllm_fl.config.names import unknown_names
+from vllm_fl.config import KnownNames, Settings, get_settings
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.logging import get_logger
 
@@ -74,9 +73,7 @@ def selected(settings: Settings) -> tuple[Layer, ...]:
     Raises:
         ConfigError: the white- or blacklist names a layer that does not exist.
     """
-    problems = unknown_names(settings, settings.origins, oot_layers=[layer.name for layer in LAYERS])
-    if problems:
-        raise ConfigProblems(problems)
+    settings.check_names(KnownNames(oot_layers=[layer.name for layer in LAYERS]))
     if not settings.oot_enabled:
         return ()
     allowed, denied = settings.oot_whitelist, settings.oot_blacklist
