@@ -5,7 +5,7 @@
     .venv/bin/python scripts/features.py .cache/junit/e2e-more.xml
 
 A test with the mark ``feature(name)`` says in its first line what it checks; its cases are one row of the document. A
-row of an earlier run stays until its tests run again, or are gone.
+row of an earlier run stays until its tests run again, or are gone; what was never run is "not run".
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def read_results() -> dict[str, Any]:
 
 
 def outcomes(files: Iterable[Path]) -> dict[tuple[str, str], str]:
-    """By feature and check: "passed" if every case did, else "failed", or "skipped" if none was run."""
+    """By feature and check: "passed" if every case that ran did, else "failed", or "skipped" if none ran."""
     found: dict[tuple[str, str], set[str]] = {}
     for file in files:
         for case in ElementTree.parse(file).iter("testcase"):
@@ -67,7 +67,7 @@ def outcomes(files: Iterable[Path]) -> dict[tuple[str, str], str]:
 def merge(results: dict[str, Any], environment: dict[str, str], new: dict[tuple[str, str], str]) -> dict[str, Any]:
     """`results` with these outcomes in the place of older ones, without rows that no test has any more."""
     found = {(row["feature"], row["checked"]): row["outcome"] for row in results["features"]} | new
-    features = [{"feature": row[0], "checked": row[1], "outcome": found[row]} for row in known() if row in found]
+    features = [{"feature": row[0], "checked": row[1], "outcome": found.get(row, "not run")} for row in known()]
     return {"environment": environment, "features": features}
 
 

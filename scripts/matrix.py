@@ -27,6 +27,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import features
 import matrix_page
 import vllm_tests_page
 from matrix_environments import describe, describe_here, prepare
@@ -140,7 +141,7 @@ def write(results: dict[str, Any]) -> None:
 def document(results: dict[str, Any]) -> str:
     """docs/compatibility.md: these results, and those of other scripts that are there."""
     more = vllm_tests_page.section(json.loads(VLLM_TESTS.read_text(encoding="utf-8"))) if VLLM_TESTS.exists() else []
-    return matrix_page.render(results, more)
+    return matrix_page.render(results, [*features.section(features.read_results()), *more])
 
 
 def known_models() -> list[str]:
@@ -148,11 +149,12 @@ def known_models() -> list[str]:
     import ast
 
     names: list[str] = []
-    for node in ast.parse((ROOT / "tests/models/tiny_models.py").read_text(encoding="utf-8")).body:
+    body = ast.parse((ROOT / "tests/models/tiny_models.py").read_text(encoding="utf-8")).body
+    functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    for node in body:
         target = getattr(node, "target", None)
-        listed = isinstance(target, ast.Name) and target.id in {"CONFIGURATIONS", "ENCODERS"}
-        if listed and isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict):
-            names.extend(ast.literal_eval(key) for key in node.value.keys if key is not None)
+        if isinstance(target, ast.Name) and target.id in {"CONFIGURATIONS", "ENCODERS"}:
+            names.extend(found.id for found in ast.walk(node) if isinstance(found, ast.Name) and found.id in functions)
     return [*names, *(name + SUFFIX for name in COMPILED)]
 
 
