@@ -118,10 +118,11 @@ def define_missing_symbols() -> None:
 
 
 def _define_rejection_sampling() -> None:
-    """What decides on speculative drafts where vLLM has no Triton.
+    """Define what decides on speculative drafts, and replace vLLM's fallback that repeats a value for each draft.
 
-    Its fallback of the kernel that repeats a value for each draft writes into a converted copy, unless the values are
-    int64: temperatures and limits would be lost. So that one is replaced as a whole, where our symbols are needed.
+    Needed by 0.26 to 0.33 without Triton and without compiled kernels; recognised by the absence of the symbols; can go
+    when vLLM has these functions in PyTorch. The fallback writes into a converted copy unless the values are int64:
+    temperatures and limits would be lost.
     """
     import torch
 
@@ -143,7 +144,7 @@ def _define_rejection_sampling() -> None:
     ) -> None:
         output.copy_(rejection.expand(torch.where(values == replace_from, replace_to, values), ends))
 
-    setattr(cpu_triton_utils, "_expand_kernel_impl", expand_kernel)  # noqa: B010 - vLLM 0.31 and later
+    cpu_triton_utils._expand_kernel_impl = expand_kernel  # vLLM 0.31 and later
     if hasattr(cpu_triton_utils, "expand_kernel"):
         cpu_triton_utils.expand_kernel.func = expand_kernel
 
@@ -295,8 +296,9 @@ def dispatch_top_k_top_p() -> None:
 
     apply_top_k_top_p._vllm_fl = True  # type: ignore[attr-defined]
     for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get("apply_top_k_top_p") is original:
-            setattr(module, "apply_top_k_top_p", apply_top_k_top_p)  # noqa: B010 - mypy does not know the attribute
+        names = getattr(module, "__dict__", {})
+        if names.get("apply_top_k_top_p") is original:
+            names["apply_top_k_top_p"] = apply_top_k_top_p
 
 
 def _patch(module: ModuleType, replacement: Callable[..., Any]) -> None:
