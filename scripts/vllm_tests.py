@@ -122,6 +122,7 @@ def run_modules(
 def read_answers(file: Path, ended: str) -> dict[str, Answer]:
     """What outcome_lines.py wrote; the test that only started has ended with its process, and gets a line that says so.
 
+    Where `ended` is empty the process may still run, or was stopped from outside; such a test has no answer.
     A test that passed and could not clean up has failed.
     """
     answers: dict[str, Answer] = {}
@@ -130,7 +131,7 @@ def read_answers(file: Path, ended: str) -> dict[str, Answer]:
             before = answers.get(line["test"].removeprefix("tests/"))
             if before is None or before.outcome != "failed":
                 answers[line["test"].removeprefix("tests/")] = Answer(line["event"], line["text"])
-    if lines and lines[-1]["event"] == "started":
+    if ended and lines and lines[-1]["event"] == "started":
         last, text = lines[-1]["test"], f"the process {ended}"
         outcome_lines.write(file, last, "failed", text)
         answers[last.removeprefix("tests/")] = Answer("failed", text)
@@ -182,20 +183,21 @@ def run(tests: Path, selection: Selection, arguments: argparse.Namespace, hub: P
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for (_, side), found in zip(parts, pool.map(run_part, parts), strict=True):
             answers[side].update(found)
+    judged = {
+        name: [
+            judge(module, {side: of_module(module, found) for side, found in answers.items()}, selection)
+            for module in found
+            if of_module(module, answers["with us"])
+        ]
+        for name, (_, found) in named.items()
+    }
+    out = {selection.leave[index].reason: len(found) for index, found in left.items()}
+    out["taken, but not run yet"] = sum(map(len, taken.values())) - sum(map(len, judged.values()))
     return {
         "environment": describe(Path(sys.executable)),
         "models": [model.name for model in selection.stand_in if not model.same],
-        "groups": [
-            {
-                "name": name,
-                "modules": [
-                    judge(module, {side: of_module(module, found) for side, found in answers.items()}, selection)
-                    for module in found
-                ],
-            }
-            for name, (_, found) in named.items()
-        ],
-        "left out": [{"reason": selection.leave[index].reason, "modules": len(found)} for index, found in left.items()],
+        "groups": [{"name": name, "modules": modules} for name, modules in judged.items() if modules],
+        "left out": [{"reason": reason, "modules": number} for reason, number in out.items() if number],
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from textwrap import fill
 from typing import Any
 
 from matrix_page import rows
@@ -26,7 +27,7 @@ def section(results: dict[str, Any]) -> list[str]:
     alone = {test: reason for module in modules for test, reason in module["with us alone"].items()}
     return [
         HEAD,
-        f"{environment}. There is no network. Models made here stand in for {models}.",
+        fill(f"{environment}. There is no network. Models made here stand in for {models}.", 120),
         "",
         *table(
             ["Tests of", "modules", *OUTCOMES, *(f"without us: {outcome}" for outcome in OUTCOMES)], counts(results)
@@ -47,11 +48,9 @@ def section(results: dict[str, Any]) -> list[str]:
 
 def counts(results: dict[str, Any]) -> list[list[Any]]:
     """A row for each group, and one for all."""
+    groups = {group["name"]: group["modules"] for group in results["groups"]}
     found = []
-    for name, modules in [
-        *((group["name"], group["modules"]) for group in results["groups"]),
-        ("all", [module for group in results["groups"] for module in group["modules"]]),
-    ]:
+    for name, modules in {**groups, "all": [module for group in groups.values() for module in group]}.items():
         sides = [[sum(m[side][o] for m in modules) for o in OUTCOMES] for side in ("with us", "without us")]
         found.append([name, len(modules), *sides[0], *sides[1]])
     return found
