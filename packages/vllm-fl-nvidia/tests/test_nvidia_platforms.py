@@ -42,7 +42,10 @@ class Nvml:
 sys.meta_path.insert(0, Nvml())
 """
 COMPILED = """
+from vllm_fl.dispatch.types import AVAILABLE
+from vllm_fl_nvidia import ops
 native.has_kernels = lambda *patterns: True
+ops.triton_attention = lambda: AVAILABLE
 for name in ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch"):
     module(name)
 """
@@ -124,7 +127,7 @@ def test_a_vllm_with_its_kernels_stays_cuda_and_keeps_its_layers() -> None:
     )
     assert found["mixed and FlashAttention"] == [mixed, mixed, flash]
     ours = "vllm_fl_reference.attention.PagedAttentionBackend"
-    assert found["reference"] == [ours, ours, "vllm:FLASH_ATTN"]
+    assert found["reference"] == [ours, ours, flash]
 
 
 def test_a_vllm_without_kernels_runs_out_of_tree() -> None:
