@@ -39,14 +39,12 @@ RESULTS = ROOT / "tests" / "matrix" / "results.json"
 VLLM_TESTS = ROOT / "tests" / "matrix" / "vllm_tests.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 VERSIONS = ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
-#: Models that run compiled, too, under the name with this suffix.
-COMPILED = ("llama", "qwen3", "qwen3_moe", "gemma2", "deepseek_v3")
-SUFFIX = "-compiled"
+#: Models once more, under torch.compile.
+VARIANTS = tuple(f"{name}-compiled" for name in ("llama", "qwen3", "qwen3_moe", "gemma2", "deepseek_v3"))
 SECONDS_A_MODEL = 400.0
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_MLA_DISABLE": "1",  # latent attention as plain heads
 }
 
 Cell = dict[str, Any]
@@ -145,7 +143,7 @@ def document(results: dict[str, Any]) -> str:
 
 
 def known_models() -> list[str]:
-    """Names of tests/models/tiny_models.py, read without importing it (this Python may have no torch), and compiled."""
+    """Names of tests/models/tiny_models.py, read without importing it (this Python may have no torch), and VARIANTS."""
     import ast
 
     names: list[str] = []
@@ -155,7 +153,7 @@ def known_models() -> list[str]:
         target = getattr(node, "target", None)
         if isinstance(target, ast.Name) and target.id in {"CONFIGURATIONS", "ENCODERS"}:
             names.extend(found.id for found in ast.walk(node) if isinstance(found, ast.Name) and found.id in functions)
-    return [*names, *(name + SUFFIX for name in COMPILED)]
+    return [*names, *VARIANTS]
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

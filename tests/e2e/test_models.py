@@ -40,7 +40,7 @@ OPERATORS = {
     },
     "gemma2": {"gelu_and_mul", "gemma_rms_norm", "reshape_and_cache", "rotary_embedding"},
     "gpt_oss": {"fused_experts", "reshape_and_cache", "rms_norm", "topk_softmax"},
-    "deepseek_v3": {"fused_experts", "grouped_topk", "reshape_and_cache", "rms_norm"},
+    "deepseek_v3": {"concat_and_cache_mla", "fused_experts", "grouped_topk", "mla_attention", "rms_norm"},
 }
 
 
@@ -77,7 +77,6 @@ def results(request: pytest.FixtureRequest, fresh: Any, tmp_path_factory: pytest
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_MLA_DISABLE": "1",  # DeepSeek's attention as plain heads
         "OMP_NUM_THREADS": "1",  # more do not pay for matrices of this size
     }
     asked = {

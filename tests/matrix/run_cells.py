@@ -1,6 +1,7 @@
 """Compares models with transformers on the vLLM of this Python: ``python run_cells.py ANSWERS MODEL...``.
 
-A model is a name of tiny_models.py, followed by ``-compiled`` for torch.compile in the place of eager execution.
+A model is a name of tiny_models.py. ``-mla`` after it asks for latent attention in the place of plain heads, and
+``-compiled`` for torch.compile in the place of eager execution.
 Each model adds one line of JSON to the file ANSWERS: outcome ("passed", "failed" or "cannot run"), reason and seconds.
 A model that was served without dispatch has not passed. The process ends after a failure, with code 3, since an engine
 may be left behind: scripts/matrix.py starts the next for the models that remain.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import tempfile
 import time
@@ -58,12 +60,13 @@ def judge(name: str, folder: str) -> tuple[str, str]:
     manager = get_default_manager()
     manager.count_calls(True)
     before = sum(manager.call_counts().values())
-    model, _, compiled = name.partition("-")
+    model, *variant = name.split("-")
+    os.environ["VLLM_MLA_DISABLE"] = "0" if "mla" in variant else "1"
     try:
         if model in encoders():
             outcome, reason = compare_embeddings(model, folder)
         else:
-            outcome, reason = compare_tokens(model, folder, {**SETTINGS, "enforce_eager": not compiled})
+            outcome, reason = compare_tokens(model, folder, {**SETTINGS, "enforce_eager": "compiled" not in variant})
     except (CannotRun, NoImplementationError, NotImplementedError) as error:
         outcome, reason = "cannot run", " ".join(str(error).split())
     except Exception as error:
