@@ -39,8 +39,11 @@ RESULTS = ROOT / "tests" / "matrix" / "results.json"
 VLLM_TESTS = ROOT / "tests" / "matrix" / "vllm_tests.json"
 PAGE = ROOT / "docs" / "compatibility.md"
 VERSIONS = ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
-#: Models once more, under torch.compile.
-VARIANTS = tuple(f"{name}-compiled" for name in ("llama", "qwen3", "qwen3_moe", "gemma2", "deepseek_v3"))
+#: Models once more: under torch.compile, with latent attention in the place of plain heads, and with both.
+VARIANTS = (
+    *(f"{name}-compiled" for name in ("llama", "qwen3", "qwen3_moe", "gemma2", "deepseek_v3")),
+    *("deepseek_v2-mla", "deepseek_v3-mla", "deepseek_v3-mla-compiled"),
+)
 SECONDS_A_MODEL = 400.0
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
