@@ -38,7 +38,8 @@ class FLWorkerMixin:
         use_tuned(self.vllm_config)
         native_vendor = getattr(current_platform, "native_vendor", None)
         layers.register(native_vendor)
-        compat.dispatch_top_k_top_p()
+        if native_vendor is None or not layers.are_served_by(native_vendor, "apply_top_k_top_p"):
+            compat.dispatch_top_k_top_p()
         get_default_manager().prepare_compile()
         stamp_selection(self.vllm_config, native_vendor)
         return super().load_model(*args, **kwargs)  # type: ignore[misc]

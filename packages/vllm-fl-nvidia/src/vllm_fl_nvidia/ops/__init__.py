@@ -58,6 +58,7 @@ IN_LAYERS = (
     "fused_gdn_gating",
     "chunk_gated_delta_rule",
     "fused_recurrent_gated_delta_rule",
+    "apply_top_k_top_p",  # in vLLM's sampler
 )
 ONLY_IN_LAYERS = "vLLM has it inside its own layer only"
 

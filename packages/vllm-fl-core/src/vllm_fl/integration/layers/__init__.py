@@ -12,7 +12,7 @@ from vllm_fl.config import KnownNames, Settings, get_settings
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.logging import get_logger
 
-__all__ = ["LAYERS", "Layer", "enable", "hw_agnostic", "register", "replace", "replaced", "selected"]
+__all__ = ["LAYERS", "Layer", "are_served_by", "enable", "hw_agnostic", "register", "replace", "replaced", "selected"]
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,14 @@ class Layer:
 
     def is_served_by(self, vendor: str) -> bool:
         """Whether the implementation chosen for each of the operators is one of `vendor`."""
-        manager = get_default_manager()
-        chosen = [manager.selection(name).chosen for name in self.operators or (self.name,)]
-        return all(candidate is not None and candidate.impl.vendor == vendor for candidate in chosen)
+        return are_served_by(vendor, *self.operators or (self.name,))
+
+
+def are_served_by(vendor: str, *operators: str) -> bool:
+    """Whether the implementation chosen for each of the operators is one of `vendor`."""
+    manager = get_default_manager()
+    chosen = [manager.selection(name).chosen for name in operators]
+    return all(candidate is not None and candidate.impl.vendor == vendor for candidate in chosen)
 
 
 LAYERS = (
