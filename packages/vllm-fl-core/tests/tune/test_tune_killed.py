@@ -48,7 +48,7 @@ def still_running(study: Study) -> list[Any]:
     return [t for t in study.optuna.trials if t.state is optuna.trial.TrialState.RUNNING and t.user_attrs]
 
 
-@pytest.mark.parametrize("step", [37, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [17, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_every_write(tmp_path: Path, step: int) -> None:
     finished = []
     for write in range(0, 1000, step):
