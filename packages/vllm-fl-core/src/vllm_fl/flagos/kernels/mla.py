@@ -187,16 +187,13 @@ def mla_attention(
 def _tile(query_len: int, num_heads: int, like: Tensor) -> _Tile:
     """Not measured: as many rows as the sums of one tile of latents leave registers for."""
     is_large = shared_memory(like.device) >= 160 * 1024
-    if like.dtype == torch.float32:
-        return _Tile(16, 16, 4, 1)
-    if not is_large:
+    if like.dtype == torch.float32 or not is_large:
         return _Tile(16, 16, 4, 1)
     if query_len * num_heads <= 16:
         return _Tile(16, 32, 4, 2)
     return _Tile(32, 32, 8, 2)
 
 
-@planned
 def concat_and_cache_mla(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """See :func:`vllm_fl.catalog.attention.concat_and_cache_mla`."""
     size, cache = kv_c.shape[1], kv_cache.unsqueeze(1)
