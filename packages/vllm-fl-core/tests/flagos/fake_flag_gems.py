@@ -90,6 +90,21 @@ def grouped_topk(
     )
 
 
+def moe_align_block_size(
+    topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Tensor | None = None, pad_sorted_ids: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for a whole block of each expert, however few routes there are; unused blocks are marked with 0."""
+    assert expert_map is None
+    assert topk_ids.numel()
+    routes, experts, total = reference("moe_align_block_size")(topk_ids, block_size, num_experts, None, pad_sorted_ids)
+    length = topk_ids.numel() + num_experts * (block_size - 1)
+    if pad_sorted_ids:
+        length = -(-length // block_size) * block_size
+    blocks = -(-length // block_size)
+    routes = functional.pad(routes, (0, length - len(routes)), value=topk_ids.numel())
+    return routes, functional.pad(experts.clamp(min=0), (0, blocks - len(experts))), total
+
+
 def moe_sum(input: Tensor, output: Tensor) -> None:
     output.copy_(input.float().sum(1))
 
@@ -145,7 +160,7 @@ def make() -> ModuleType:
     module: Any = ModuleType("flag_gems")
     for function in (
         *(silu_and_mul_out, gelu_and_mul, rms_norm, fused_add_rms_norm, apply_rotary_pos_emb),
-        *(reshape_and_cache_flash, topk_softmax, grouped_topk, moe_sum, fused_experts_impl),
+        *(reshape_and_cache_flash, topk_softmax, grouped_topk, moe_align_block_size, moe_sum, fused_experts_impl),
     ):
         setattr(module, function.__name__, function)
     module._FULL_CONFIG = FULL_CONFIG

@@ -16,9 +16,10 @@ from typing import Any
 import fake_flag_gems
 import pytest
 import torch
-from kernel_inputs import DEVICE, check, cut, maker
+from kernel_inputs import DEVICE, check, cut, maker, reference
 
 from vllm_fl.catalog import CATALOG
+from vllm_fl.catalog.inputs.moe import make_routes
 from vllm_fl.config import ConfigProblems, Origin, Settings
 from vllm_fl.dispatch.types import AVAILABLE, Availability
 from vllm_fl.flagos import aten, availability, flaggems
@@ -108,10 +109,26 @@ def test_routing_and_experts() -> None:
         scores = logits.softmax(-1) if scoring == 0 else logits
         check(flaggems.grouped_topk, "grouped_topk", scores, 4, 2, 2, True, 2.5, make.normal(8, scale=0.1), scoring)
     check(flaggems.moe_sum, "moe_sum", make.normal(5, 2, 12), make.full(7.0, 5, 12))
-    w1, w2 = make.normal(8, 12, 16, scale=0.2), make.normal(8, 16, 6, scale=0.2)
+    half = maker(torch.float16)
+    w1, w2 = half.normal(8, 12, 16, scale=0.2), half.normal(8, 16, 6, scale=0.2)
     ids = make.integers(0, 8, 5, 2)
-    check(flaggems.fused_experts, "fused_experts", make.normal(5, 16), w1, w2, make.uniform(0, 1, 5, 2), ids)
-    check(flaggems.fused_experts, "fused_experts", make.normal(0, 16), w1, w2, make.normal(0, 2), ids[:0])
+    check(flaggems.fused_experts, "fused_experts", half.normal(5, 16), w1, w2, make.uniform(0, 1, 5, 2), ids)
+    check(flaggems.fused_experts, "fused_experts", half.normal(0, 16), w1, w2, make.normal(0, 2), ids[:0])
+
+
+@usefixtures
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "block_size"), [(7, 8, 16), (3, 128, 64), (9, 5, 7)])
+def test_routes_by_expert(tokens: int, experts: int, block_size: int, padded: bool) -> None:
+    args = (make_routes(maker(), tokens, experts, 3), block_size, experts, None, padded)
+    spec = CATALOG["moe_align_block_size"]
+    got = flaggems.moe_align_block_size(*args)
+    assert [part.shape for part in got] == [part.shape for part in spec.fake(*args)]
+    named = dict(zip(spec.signature.parameters, args, strict=False))
+    assert spec.canonical is not None
+    want = reference("moe_align_block_size")(*args)
+    for one, two in zip(spec.canonical(named, got), spec.canonical(named, want), strict=True):
+        assert torch.equal(one, two)
 
 
 def _cache_arguments(**changed: Any) -> tuple[Any, ...]:
@@ -121,6 +138,7 @@ def _cache_arguments(**changed: Any) -> tuple[Any, ...]:
 
 
 ROWS, EXPERTS, IDS = torch.zeros(2, 8), torch.zeros(4, 8, 8), torch.zeros(2, 2, dtype=torch.int32)
+HALF = ROWS.half()
 BOTH = torch.zeros(4, 8, 3, 32).transpose(1, 2)
 
 
@@ -181,11 +199,26 @@ BOTH = torch.zeros(4, 8, 3, 32).transpose(1, 2)
             "scores: FlagGems rounds biased scores to torch.float16",
         ),
         ("moe_sum", (EXPERTS.transpose(1, 2)[..., ::2], ROWS), "FlagGems needs a contiguous last dimension"),
-        ("fused_experts", (ROWS, EXPERTS, EXPERTS, ROWS, IDS, "gelu"), "activation: 'gelu', FlagGems has 'silu' only"),
+        ("fused_experts", (HALF, EXPERTS, EXPERTS, ROWS, IDS, "gelu"), "activation: 'gelu', FlagGems has 'silu' only"),
         (
             "fused_experts",
-            (ROWS, EXPERTS, EXPERTS, ROWS, IDS, "silu", False, IDS[0]),
+            (HALF, EXPERTS, EXPERTS, ROWS, IDS, "silu", False, IDS[0]),
             "expert_map: FlagGems does not leave out experts of other ranks",
+        ),
+        (
+            "fused_experts",
+            (ROWS, EXPERTS, EXPERTS, ROWS, IDS),
+            "hidden_states: FlagGems multiplies float32 in TF32",
+        ),
+        (
+            "moe_align_block_size",
+            (IDS, 16, 4, IDS[0]),
+            "expert_map: FlagGems does not leave out experts of other ranks",
+        ),
+        (
+            "moe_align_block_size",
+            (IDS[:0], 16, 4),
+            "topk_ids: FlagGems' kernels cannot be launched without routes",
         ),
     ],
 )

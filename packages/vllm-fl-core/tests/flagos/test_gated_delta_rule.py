@@ -48,6 +48,18 @@ def test_chunks(device: str, dtype: torch.dtype, name: str) -> None:
     check(chunk_gated_delta_rule, CHUNK, *args, **gdn_cases.tolerances(CHUNK, dtype))
 
 
+@pytest.mark.parametrize(("size", "width"), [(17, 17), (24, 24), (16, 20)], ids=["17", "24", "16 of 20"])
+def test_heads_that_begin_anywhere_go_token_by_token(
+    device: str, monkeypatch: pytest.MonkeyPatch, size: int, width: int
+) -> None:
+    monkeypatch.setattr(gated_delta_chunk, "chunked_prefill", None)
+    args = list(gdn_cases.arguments(CHUNK, "regular", torch.float16))
+    make, (tokens, heads, _) = maker(torch.float16), args[0].shape
+    args[:2] = (make.normal(tokens, heads, width)[..., :size] for _ in range(2))
+    args[5] = make.normal(*args[5].shape[:3], size, dtype=torch.float32)
+    check(chunk_gated_delta_rule, CHUNK, *args, **gdn_cases.tolerances(CHUNK, torch.float16))
+
+
 @pytest.mark.parametrize("name", SHORT if DEVICE == "cpu" else gdn_cases.names(CHUNK))
 def test_token_by_token(device: str, name: str) -> None:
     check(chunk_gated_delta_rule, CHUNK, *gdn_cases.arguments(CHUNK, name, torch.float32))
@@ -125,8 +137,8 @@ def test_tokens_behind_the_last_sequence_give_zeros(device: str, dtype: torch.dt
 @pytest.mark.parametrize(
     ("size", "dtype", "memory", "message"),
     [
-        (257, torch.float16, 232448, "keys of 257 entries; on this device chunks take at most 256"),
-        (129, torch.float16, 65536, "keys of 129 entries; on this device chunks take at most 128"),
+        (272, torch.float16, 232448, "keys of 272 entries; on this device chunks take at most 256"),
+        (144, torch.float16, 65536, "keys of 144 entries; on this device chunks take at most 128"),
         (1025, torch.float32, 232448, "keys of 1025 entries; at most 1024 are kept in registers"),
     ],
 )

@@ -108,6 +108,8 @@ def fused_gdn_gating(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tu
     rounded=("state",),
     cases=inputs.chunk_gated_delta_rule,
     sized=sized.chunk_gated_delta_rule,
+    # Twice the defaults: what tokens write rounds to the dtype before it is read.
+    tolerances={"float16": (4e-3, 2e-3), "bfloat16": (3.2e-2, 2e-2)},
 )
 def chunk_gated_delta_rule(
     q: Tensor,

@@ -222,6 +222,28 @@ def grouped_topk(
     return weights, ids
 
 
+def moe_align_block_size(
+    topk_ids: Tensor,
+    block_size: int,
+    num_experts: int,
+    expert_map: Tensor | None = None,
+    pad_sorted_ids: bool = False,
+    ignore_invalid_experts: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`vllm_fl.catalog.moe.moe_align_block_size`. FlagGems compiles anew for each number of routes."""
+    # With a map vLLM marks routes with -1, and FlagGems' kernels count that as the expert before the first.
+    _refuse(expert_map is not None, "expert_map: FlagGems does not leave out experts of other ranks")
+    _refuse(not topk_ids.numel(), "topk_ids: FlagGems' kernels cannot be launched without routes")
+    flag_gems = gems()
+    routes, experts, total = flag_gems.moe_align_block_size(
+        topk_ids.contiguous(), block_size, num_experts, None, pad_sorted_ids
+    )
+    if topk_ids.numel() < num_experts:  # FlagGems does not bound them by one block a route
+        length = min(topk_ids.numel() * block_size, routes.shape[0])
+        routes, experts = routes[:length], experts[: -(-length // block_size)]
+    return routes, experts, total
+
+
 def moe_sum(input: Tensor, output: Tensor) -> None:
     """See :func:`vllm_fl.catalog.moe.moe_sum`."""
     _refuse(input.stride(-1) != 1 or output.stride(-1) != 1, "FlagGems needs a contiguous last dimension")
@@ -243,6 +265,7 @@ def fused_experts(
     w2_bias: Tensor | None = None,
 ) -> Tensor:
     """See :func:`vllm_fl.catalog.moe.fused_experts`."""
+    _refuse(hidden_states.dtype == torch.float32, "hidden_states: FlagGems multiplies float32 in TF32")
     _refuse(activation != "silu", f"activation: {activation!r}, FlagGems has 'silu' only")
     # An expert that lives elsewhere has id -1 after the map, and FlagGems' grouping counts it as another one.
     _refuse(expert_map is not None, "expert_map: FlagGems does not leave out experts of other ranks")

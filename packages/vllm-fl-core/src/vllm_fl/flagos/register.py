@@ -61,6 +61,7 @@ FLAGGEMS_OPERATORS: dict[str, Probe] = {
     "reshape_and_cache": availability.flaggems_raw,
     "topk_softmax": availability.flaggems_raw,
     "grouped_topk": availability.flaggems_raw,
+    "moe_align_block_size": availability.flaggems_raw,
     "moe_sum": availability.flaggems_raw,
     "fused_experts": availability.flaggems_pointwise,
 }

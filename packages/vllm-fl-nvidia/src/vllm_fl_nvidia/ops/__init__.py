@@ -42,7 +42,7 @@ OPERATORS = {
     "grouped_topk": _Kernel("moe", kernels.compiled_moe),
     "moe_align_block_size": _Kernel("moe", kernels.compiled_moe, dtypes=None),
     "moe_sum": _Kernel("moe", kernels.compiled_moe),
-    "fused_experts": _Kernel("experts", kernels.compiled_moe),
+    "fused_experts": _Kernel("experts", kernels.compiled_moe, dtypes=_HALF),  # it multiplies float32 in TF32
     "apply_repetition_penalties": _Kernel("sampling"),
     "per_token_group_quant_fp8": _Kernel("quantization", dtypes=_FLOATING, min_arch=89),
     "scaled_mm": _Kernel("quantization", dtypes=frozenset({"float8_e4m3fn", "int8"}), min_arch=89),

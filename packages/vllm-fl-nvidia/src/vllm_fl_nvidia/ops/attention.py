@@ -10,6 +10,8 @@ NATIVE = "vllm_fl_nvidia.ops.attention.NATIVE"
 #: The same, but for decodes this project's kernel where the choice is FlashAttention.
 FLASH_TRITON = "vllm_fl_nvidia.flash_triton.FlashTritonBackend"
 
+_WARP = 32  # threads
+
 
 def attention_backend(use_mla: bool = False, use_sparse: bool = False) -> str:
     """See :func:`vllm_fl.catalog.attention.attention_backend`."""
@@ -28,6 +30,7 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
 
     Raises:
         NotImplementedError: keys and values differ in size, or the cache has another dtype; the kernel cannot do it.
+            Or heads lie apart and are so small that it would not end.
     """
     if key.shape != value.shape or key_cache.stride() != value_cache.stride():
         raise NotImplementedError("vLLM's reshape_and_cache_flash wants keys and values of one shape and layout")
@@ -35,6 +38,9 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
         raise NotImplementedError("vLLM's reshape_and_cache_flash wants one dtype; it converts to float8 only")
     if key.stride(-1) != 1 or key_cache.stride(-1) != 1:
         raise NotImplementedError("vLLM's reshape_and_cache_flash wants the head dimension contiguous")
+    heads, size = key.shape[1:]
+    if heads * size < _WARP and key_cache.stride(1) != size:
+        raise NotImplementedError("vLLM's reshape_and_cache_flash never ends with less than a warp of entries a token")
     if not slot_mapping.numel():
         return
     scale = torch.ones((), dtype=torch.float32, device=key.device)

@@ -19,8 +19,7 @@ _moe_sum = bind("moe_sum")
 _silu_and_mul = bind("silu_and_mul")
 _gelu_and_mul = bind("gelu_and_mul")
 
-_COMPUTE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-_CONFIG_DTYPE = {torch.float32: "float32"}
+_COMPUTE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _NOT_QUANTIZED = dict.fromkeys(("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16"), False)
 
 
@@ -48,9 +47,7 @@ def fused_experts(
         return out.zero_()
     tokens, topk = topk_ids.shape
     rows, hidden = w1.shape[1], w2.shape[1]
-    config = try_get_optimal_moe_config(
-        tuple(w1.shape), tuple(w2.shape), topk, _CONFIG_DTYPE.get(hidden_states.dtype), tokens
-    )
+    config = try_get_optimal_moe_config(tuple(w1.shape), tuple(w2.shape), topk, None, tokens)
     experts = w1.shape[0] if expert_map is None else expert_map.shape[0]
     routes = _moe_align_block_size.fn(topk_ids, config["BLOCK_SIZE_M"], experts, expert_map, False, True)
     memory = hidden_states.new_empty(tokens * topk * max(rows, hidden))

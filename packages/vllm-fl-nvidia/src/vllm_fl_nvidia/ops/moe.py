@@ -7,6 +7,7 @@ from torch import Tensor
 
 NO_TOKENS = "vLLM's kernel cannot be launched without tokens"
 _SCORING_NONE = 0
+_MOST_BIASED = 512  # experts of a kernel of their own number
 
 
 def topk_softmax(
@@ -22,7 +23,7 @@ def topk_softmax(
 
     if not gating_output.shape[0]:
         return
-    bias = _as_float(e_score_correction_bias)
+    bias = _as_bias(e_score_correction_bias)
     _custom_ops.topk_softmax(
         topk_weights, topk_indices, token_expert_indices, gating_output.contiguous(), renormalize, bias
     )
@@ -42,7 +43,7 @@ def topk_sigmoid(
 
     if not gating_output.shape[0]:
         return
-    bias = _as_float(e_score_correction_bias)
+    bias = _as_bias(e_score_correction_bias)
     _custom_ops.topk_sigmoid(
         topk_weights,
         topk_indices,
@@ -67,12 +68,15 @@ def grouped_topk(
     """See :func:`vllm_fl.catalog.moe.grouped_topk`.
 
     Raises:
-        NotImplementedError: no tokens, no bias, softmax scores, or more groups or choices than the kernel takes.
+        NotImplementedError: no tokens, no bias, softmax scores, groups of one expert, or more groups or choices than
+            the kernel takes.
     """
     from vllm import _custom_ops
 
     if not scores.shape[0]:
         raise NotImplementedError(NO_TOKENS)
+    if n_group == scores.shape[1]:
+        raise NotImplementedError("vLLM's grouped_topk scores a group by two experts; these groups have one")
     if bias is None or scoring_func not in (_SCORING_NONE, 1) or n_group > 32 or topk > 32:
         raise NotImplementedError(
             "vLLM's grouped_topk wants a bias, scores as they are or through the sigmoid, at most 32 groups and choices"
@@ -125,5 +129,14 @@ def moe_sum(input: Tensor, output: Tensor) -> None:
         _custom_ops.moe_sum(input, output)
 
 
-def _as_float(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.float()
+def _as_bias(bias: Tensor | None) -> Tensor | None:
+    """`bias` as the kernels read it."""
+    if bias is None:
+        return None
+    experts = bias.shape[0]
+    if experts & (experts - 1) or experts > _MOST_BIASED:
+        # The kernel for other numbers takes -1 for "none yet": an expert whose biased score is below is never chosen.
+        raise NotImplementedError(
+            f"vLLM's kernel chooses by biased scores among 2^n experts up to {_MOST_BIASED}, not among {experts}"
+        )
+    return bias.float()

@@ -29,9 +29,8 @@ def make_logits(maker: InputMaker, tokens: int, experts: int) -> Tensor:
     import torch
 
     step = 2.0 ** -max(0, math.ceil(math.log2(experts / 8)))
-    rows = [maker.permutation(experts) - experts // 2 for _ in range(tokens)]
-    numbers = torch.stack(rows) if rows else maker.integers(0, 1, 0, experts)
-    return (numbers * step).to(maker.dtype)
+    numbers = maker.uniform(0.0, 1.0, tokens, experts, dtype=torch.float64).cpu().argsort(-1) - experts // 2
+    return (numbers * step).to(maker.dtype).to(maker.device)
 
 
 def _router(maker: InputMaker) -> Iterator[tuple[str, tuple[Tensor, ...]]]:

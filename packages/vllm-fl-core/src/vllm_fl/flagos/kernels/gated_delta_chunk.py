@@ -15,8 +15,9 @@ are: their norms are among the row scales.
 
 The inverse grows from blocks of one entry by block inversion; a series in powers of A would have huge terms where keys
 are alike. Products take the activations' dtype, those of the inverse float16 where keys are normalised and else
-float32, and add in float32; state and scales are float32. float32 activations go token by token. q, k, v and states
-need a contiguous last dimension. Any device with matrix products; the parts are chosen for Hopper.
+float32, and add in float32; state and scales are float32. float32 activations go token by token, and so do heads that
+do not begin at multiples of 16 entries. q, k, v and states need a contiguous last dimension. Any device with matrix
+products; the parts are chosen for Hopper.
 """
 
 from __future__ import annotations
@@ -190,8 +191,17 @@ def chunk_gated_delta_rule(
     """See :func:`vllm_fl.catalog.gdn.chunk_gated_delta_rule`."""
     need_unit_starts(query_start_loc)
     scale = float(q.shape[2] ** -0.5 if scale is None else scale)
-    run = recurrent_prefill if k.element_size() > 2 else chunked_prefill
+    in_chunks = k.element_size() == 2 and _loads_in_parts(q) and _loads_in_parts(k)
+    run = chunked_prefill if in_chunks else recurrent_prefill
     return run(q, k, v, g, beta, state, query_start_loc, cache_indices, has_initial_state, scale, use_qk_l2norm)
+
+
+def _loads_in_parts(x: Tensor) -> bool:
+    """Whether a thread can load several entries of `x` [T, H, D] at once, wherever a head of a token begins.
+
+    Otherwise Triton 3.6 compiled chunks into wrong results on Hopper (heads of 17 or 18 entries, rows from 16 on).
+    """
+    return x.stride(0) % 16 == 0 and x.stride(1) % 16 == 0 and x.data_ptr() % 16 == 0
 
 
 def chunked_prefill(
