@@ -106,11 +106,12 @@ class _Search:
     def run(self) -> Found:
         baseline = self._study.space.baseline
         try:
-            self._warm_up(baseline)
-            stop = self._trials()
+            self._measurer.check(baseline)
         except TrialFailed as error:
             raise BaselineFailedError(f"the baseline cannot be tuned: {error}") from error
-        except KeyboardInterrupt:  # before the first trial, or between two
+        try:
+            stop = self._trials()
+        except KeyboardInterrupt:  # between two trials
             stop = "interrupted"
         history = self._study.history()
         mix, ratio, rejected = history.best, None, None
@@ -151,7 +152,7 @@ class _Search:
         costs: list[float] = []
         failure: TrialFailed | None = None
         try:
-            self._warm_up(mix)
+            self._measurer.check(mix)
             self._compare(mix, best, test, costs, begin + self._allotted(history))
         except TrialFailed as error:
             failure = error
@@ -175,11 +176,6 @@ class _Search:
             drift=level - self._reference.setdefault(key, level),
             seconds=seconds,
         )
-
-    def _warm_up(self, mix: Mix) -> None:
-        """Check `mix`, and run one round that does not count: it may compile for the workload's shapes."""
-        self._measurer.check(mix)
-        self._measurer.measure(mix)
 
     def _compare(self, mix: Mix, best: Mix, test: SequentialTest, costs: list[float], until: float) -> None:
         over = False
