@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Creates what vllm-fl needs to run from a bare clone. Needs Python 3.10 or newer, network to PyPI, nothing else.
 
-    python3 scripts/bootstrap.py env                         .venv with torch, vLLM without kernels and the packages
+    python3 scripts/bootstrap.py env [--also NAME ...]       .venv with torch, vLLM without kernels and the packages
     python3 scripts/bootstrap.py vllm-wheel --output DIR     only the wheel of vLLM without kernels
     python3 scripts/bootstrap.py quickstart [--serve] [...]  env, then `vllm-fl quickstart` with the same arguments
 
@@ -37,6 +37,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from steps import BootstrapError, Steps, cache_dir, clean_environment, locked, say
 
@@ -44,6 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TORCH_VERSION = "2.13.0"
 VLLM_VERSION = "0.28.0"
 PACKAGES = ("vllm-fl-core", "vllm-fl-reference")
+ALSO = ("nvidia", "ascend", "comm")
 BUILD_TOOLS = (
     "pip>=24.1", "setuptools>=77.0.3,<81", "setuptools-scm>=8", "setuptools-rust", "wheel", "packaging", "jinja2",
     "hatchling>=1.26", "editables",
@@ -63,6 +65,11 @@ def pip(python: Path, *arguments: str) -> list[str]:
     return [str(python), "-I", "-m", "pip", "--no-input", "--disable-pip-version-check", *arguments]
 
 
+def pip_install(python: Path, *arguments: str) -> list[str]:
+    # Python compiles what it imports; pip would compile all of torch and transformers, in one process
+    return pip(python, "install", "--no-compile", *arguments)
+
+
 def venv_python(venv: Path) -> Path:
     return venv / "bin" / "python"
 
@@ -77,7 +84,7 @@ def environment_key(venv: Path) -> str:
     return digest.hexdigest()
 
 
-def read_stamp(venv: Path) -> dict[str, str]:
+def read_stamp(venv: Path) -> dict[str, Any]:
     """The stamp of an environment; {} if there is none or it cannot be read."""
     try:
         stamp = json.loads((venv / STAMP).read_text(encoding="utf-8"))
@@ -86,9 +93,9 @@ def read_stamp(venv: Path) -> dict[str, str]:
     return stamp if isinstance(stamp, dict) else {}
 
 
-def write_stamp(venv: Path, key: str) -> None:
+def write_stamp(venv: Path, key: str, also: dict[str, str] | None = None) -> None:
     partial = venv / (STAMP + ".partial")
-    partial.write_text(json.dumps({"path": str(venv), "key": key}) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps({"path": str(venv), "key": key, "also": also or {}}) + "\n", encoding="utf-8")
     os.replace(partial, venv / STAMP)
 
 
@@ -171,12 +178,12 @@ def announce_cuda_build(venv: Path) -> None:
 
 def install_torch(venv: Path, steps: Steps) -> None:
     python = venv_python(venv)
-    steps.run("Install pip and build tools", pip(python, "install", "--upgrade", *BUILD_TOOLS), clean_environment())
+    steps.run("Install pip and build tools", pip_install(python, "--upgrade", *BUILD_TOOLS), clean_environment())
     if not installed_version(python, "torch"):
         cuda = torch_is_cuda_build(python)
         if cuda:
             announce_cuda_build(venv)
-    steps.run(f"Install torch {TORCH_VERSION}", pip(python, "install", f"torch=={TORCH_VERSION}"), clean_environment())
+    steps.run(f"Install torch {TORCH_VERSION}", pip_install(python, f"torch=={TORCH_VERSION}"), clean_environment())
 
 
 def installed_version(python: Path, distribution: str) -> str | None:
@@ -205,12 +212,27 @@ def make_environment(venv: Path, recreate: bool = False) -> None:
         python = venv_python(venv)
         wheel = vllm_wheel(python, VLLM_VERSION, steps)
         with torch_pinned(python) as pin:
-            steps.run(f"Install vLLM {VLLM_VERSION}", pip(python, "install", *pin, str(wheel)), clean_environment())
+            steps.run(f"Install vLLM {VLLM_VERSION}", pip_install(python, *pin, str(wheel)), clean_environment())
             editable = [word for name in PACKAGES for word in ("-e", str(ROOT / "packages" / name))]
-            command = pip(python, "install", *pin, "--no-build-isolation", *editable, *EXTRAS)
+            command = pip_install(python, *pin, "--no-build-isolation", *editable, *EXTRAS)
             steps.run("Install the packages", command, clean_environment())
         write_stamp(venv, environment_key(venv))
         say(f"Environment ready in {time.monotonic() - start:.0f} s: {venv}")
+
+
+def install_also(venv: Path, names: Sequence[str]) -> None:
+    """Adds further packages of this repository, editable, where they are missing or declare themselves otherwise."""
+    key = environment_key(venv)
+    also: dict[str, str] = dict(read_stamp(venv).get("also", {}))
+    for name in names:
+        package = ROOT / "packages" / f"vllm-fl-{name}"
+        digest = hashlib.sha256((package / "pyproject.toml").read_bytes()).hexdigest()
+        if also.get(name) != digest:
+            steps = Steps(1, cache_dir() / "logs" / "bootstrap.log")
+            command = pip_install(venv_python(venv), "--no-deps", "--no-build-isolation", "-e", str(package))
+            steps.run(f"Install vllm-fl-{name}", command, clean_environment())
+            also[name] = digest
+            write_stamp(venv, key, also)
 
 
 @contextlib.contextmanager
@@ -300,7 +322,8 @@ def parser() -> argparse.ArgumentParser:
     )
     remake = argparse.ArgumentParser(add_help=False)
     remake.add_argument("--recreate", action="store_true", help="start with a new environment")
-    commands.add_parser("env", parents=[shared, remake], help="create or update the environment")
+    env = commands.add_parser("env", parents=[shared, remake], help="create or update the environment")
+    env.add_argument("--also", nargs="+", default=[], choices=ALSO, metavar="NAME", help=f"add {', '.join(ALSO)}")
     wheel = commands.add_parser("vllm-wheel", parents=[shared], help="build and cache vLLM without kernels")
     wheel.add_argument("--version", default=VLLM_VERSION, help=f"of vLLM (default: {VLLM_VERSION})")
     wheel.add_argument(
@@ -321,6 +344,8 @@ def run(argv: Sequence[str]) -> int:
         print(build_wheel_alone(arguments.version, arguments.output.resolve(), venv))
         return 0
     make_environment(venv, arguments.recreate)
+    if arguments.command == "env":
+        install_also(venv, arguments.also)
     if arguments.command == "quickstart":
         command = [str(venv_python(venv)), "-m", "vllm_fl", "quickstart", *rest]
         sys.stderr.flush()

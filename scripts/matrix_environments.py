@@ -15,7 +15,7 @@ import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
-from bootstrap import pip, torch_pinned, venv_python, vllm_wheel
+from bootstrap import pip_install, torch_pinned, venv_python, vllm_wheel
 from steps import BootstrapError, Steps, cache_dir, clean_environment, locked
 
 REPORTED = ("torch", "transformers", "vllm")
@@ -78,7 +78,7 @@ def prepare(vllm: str, base: Path) -> Path:
         (site_packages(python) / "base.pth").write_text(line, encoding="utf-8")
         with torch_pinned(base_python) as pin:
             # vLLM's files of models with a vision part import torchvision, which the build without kernels leaves out.
-            command = pip(python, "install", *pin, "--upgrade-strategy", "only-if-needed", str(wheel), "torchvision")
+            command = pip_install(python, *pin, "--upgrade-strategy", "only-if-needed", str(wheel), "torchvision")
             steps.run(f"Install vLLM {vllm}", command, clean_environment())
         complete.touch()
     return python

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from e2e_support import NEW_TOKENS, Fresh, greedy, make_engine
 
+pytestmark = pytest.mark.more
+
 ROOT = Path(__file__).parents[2]
 SIMULATION = ROOT / "packages/vllm-fl-ascend/tests/simulated_torch_npu"
 sys.path.insert(0, str(ROOT / "tests/models"))

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from e2e_support import Fresh
 
+pytestmark = pytest.mark.more
+
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "packages/vllm-fl-comm/tests/double/build.py"
 #: How long an operation may take; the engine has to be gone soon after a rank is.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from e2e_support import NEW_TOKENS, PROMPTS, Fresh, TinyModel, greedy, make_engine
 
 PLUGIN = """
@@ -76,6 +77,7 @@ def over_two_ranks(model: str) -> list[list[int]]:
     return greedy(make_engine(model, enforce_eager=False, tensor_parallel_size=2), PROMPTS)
 
 
+@pytest.mark.more
 def test_compiled_over_two_ranks(fresh: Fresh, tiny_llama: TinyModel) -> None:
     """Collectives are called from the graph, whose memory is planned around them."""
     assert fresh(over_two_ranks, model=str(tiny_llama.path)).value == tiny_llama.greedy(PROMPTS, NEW_TOKENS)

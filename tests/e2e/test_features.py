@@ -15,6 +15,8 @@ import sampling_rules
 import torch
 from e2e_support import NEW_TOKENS, PROMPTS, Fresh, TinyModel, ask, make_engine, tokens_of
 
+pytestmark = pytest.mark.more
+
 PROMPT, LONG_PROMPT = PROMPTS[1], PROMPTS[3]
 BLOCK = 16
 #: Tokens of the letters a to z in the tiny model's tokenizer.

@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 import tiny_models
 from token_comparison import spare_inspection
 
+pytestmark = pytest.mark.more
+
 ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
 CHUNK = 16
 DRAFTED_TOKENS = 48

@@ -22,6 +22,8 @@ from server_support import NAME, Server, served
 
 from vllm_fl.quickstart.model import prepare_model
 
+pytestmark = pytest.mark.more
+
 QUESTION = [{"role": "user", "content": "Tell me about a city in France, its country and how many people live there."}]
 CITY = {
     "type": "object",

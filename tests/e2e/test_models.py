@@ -170,6 +170,7 @@ def run_encoders(folder: str) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.more
 def test_encoders_give_the_embeddings_of_transformers(fresh: Any, tmp_path: Path) -> None:
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
     found = fresh(run_encoders, env=env, timeout=600, folder=str(tmp_path)).value

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from e2e_support import Fresh, TinyModel
 
+pytestmark = pytest.mark.more
+
 DOCS = Path(__file__).parents[2] / "docs"
 LAYERS = 2
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from e2e_support import Fresh, TinyModel
 
+pytestmark = pytest.mark.more
+
 #: silu_and_mul and rms_norm begin with one that sleeps. One rms_norm would be the fastest and is wrong, one
 #: silu_and_mul raises.
 PLANTED = """

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.more
+
 GUIDE = Path(__file__).resolve().parents[2] / "docs/vendor-guide.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# (\S+/\S+\.py)\n")
