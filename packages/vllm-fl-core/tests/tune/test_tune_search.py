@@ -133,6 +133,15 @@ def test_what_stays_uncertain_leaves_time_for_the_others() -> None:
     assert history.trials[0].rounds < Rule().max_rounds
 
 
+def test_larger_shares_have_more_of_the_time() -> None:
+    shares = {"large": 0.6, "small": 0.1}
+    space = SearchSpace(tuple(Operator(name, ("fast", "slow"), share) for name, share in shares.items()))
+    history = search(Study(space, sampler="greedy"), Noisy(), budget=Budget(seconds=120.0)).history
+    large, small = history.trials[:2]
+    assert (set(large.changed), set(small.changed)) == ({"large"}, {"small"})
+    assert large.rounds > 2 * small.rounds
+
+
 class Fading(Steady):
     """What was faster in three trials is not in the last comparison."""
 

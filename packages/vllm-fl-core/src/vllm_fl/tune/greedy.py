@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import combinations, product
 
@@ -33,10 +34,16 @@ def remaining(history: History) -> int:
     return sum(1 for _ in {tuple(sorted(mix.items())) for mix in proposals(history)})
 
 
-def urgent(history: History) -> int:
-    """How many of them change one operator alone; all of them once there are no such."""
-    wanted = [len(changes(mix, history.best)) for mix in proposals(history)]
-    return wanted.count(1) or len(wanted)
+def part(history: History, mix: Mix) -> float:
+    """The part of the time left that a trial of `mix` should have: more where the operators' shares are larger.
+
+    So all that change one operator alone have their turn before the time is up, and all others once there are no such.
+    """
+    wanted = [changes(each, history.best) for each in proposals(history)]
+    first = [step for step in wanted if len(step) == 1] or wanted
+    shares = {operator.name: operator.share for operator in history.space.operators}
+    total = math.fsum(shares[name] for step in first for name in step)
+    return math.fsum(shares[name] for name in changes(mix, history.best)) / total if total else 1.0 / max(1, len(first))
 
 
 def _all(history: History) -> Iterator[Mix]:

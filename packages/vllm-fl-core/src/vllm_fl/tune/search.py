@@ -153,7 +153,7 @@ class _Search:
         failure: TrialFailed | None = None
         try:
             self._measurer.check(mix)
-            self._compare(mix, best, test, costs, begin + self._allotted(history))
+            self._compare(mix, best, test, costs, begin + self._allotted(history, mix))
         except TrialFailed as error:
             failure = error
         except KeyboardInterrupt:
@@ -224,9 +224,9 @@ class _Search:
         limit = math.inf if self._budget.seconds is None else self._budget.seconds
         return limit - self._elapsed() - self._round_s * self._confirming_rounds()
 
-    def _allotted(self, history: History) -> float:
-        """Seconds that the next trial may take."""
-        return _PARTS * self._left_for_trials() / (self._study.urgent(history) or 1)
+    def _allotted(self, history: History, mix: Mix) -> float:
+        """Seconds that a trial of `mix` may take."""
+        return _PARTS * self._left_for_trials() * self._study.part(history, mix)
 
     def _confirming_rounds(self) -> int:
         if self._budget.seconds is None or self._round_s == 0.0:

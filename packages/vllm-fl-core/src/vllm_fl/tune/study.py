@@ -114,9 +114,9 @@ class Study:
         """How many trials the search still wants; None where only the budget ends it."""
         return greedy.remaining(history) if self._kind in ("greedy", "auto") else None
 
-    def urgent(self, history: History) -> int | None:
-        """How many trials should have their turn before the time is up; None where nothing says so."""
-        return greedy.urgent(history) if self._kind in ("greedy", "auto") else None
+    def part(self, history: History, mix: Mix) -> float:
+        """The part of the time left that a trial of `mix` should have; all of it where nothing says what comes next."""
+        return greedy.part(history, mix) if self._kind in ("greedy", "auto") else 1.0
 
     def importances(self) -> dict[str, float]:
         """Operator to how much its implementation and parameters matter, between 0 and 1; empty if too few trials."""
