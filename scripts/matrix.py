@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -72,7 +73,7 @@ def run_version(
     while remaining:
         with tempfile.TemporaryDirectory() as folder:
             answers = Path(folder) / "answers"
-            log = logs / f"matrix-run-{version.replace(' ', '-')}-{remaining[0]}.log"
+            log = logs / f"matrix-run-{re.sub('[^a-zA-Z0-9.]+', '-', version)}-{remaining[0]}.log"
             environment = {**(vllm_environment(Path(folder)) if inherited is None else inherited), **SETTINGS}
             ended = _run(python, answers, remaining, environment, log)
             lines = answers.read_text(encoding="utf-8").splitlines() if answers.exists() else []
