@@ -14,10 +14,10 @@ from e2e_support import Fresh, TinyModel
 pytestmark = pytest.mark.more
 
 #: silu_and_mul and rms_norm begin with one that sleeps. One rms_norm would be the fastest and is wrong, one
-#: silu_and_mul raises.
+#: silu_and_mul raises. The rotary embedding sleeps as long as its parameter says.
 PLANTED = """
 import time, torch
-from vllm_fl.dispatch import BackendImplKind, OpImpl
+from vllm_fl.dispatch import BackendImplKind, OpImpl, Parameter
 
 def slow_silu_and_mul(x):
     time.sleep(0.003)
@@ -39,7 +39,18 @@ def slow_rms_norm(x, residual, weight, epsilon):
 def wrong_rms_norm(x, residual, weight, epsilon):
     return x if residual is None else (x, residual)
 
+def paced_rotary_embedding(query, key, cos, sin, position_ids, is_neox_style, *, pause_ms=4):
+    from vllm_fl_reference.ops import rotary_embedding
+    time.sleep(pause_ms / 1000)
+    return rotary_embedding(query, key, cos, sin, position_ids, is_neox_style)
+
 def register(registry):
+    registry.register_impl(
+        OpImpl(
+            "rotary_embedding", "vendor.paced", BackendImplKind.VENDOR, paced_rotary_embedding, vendor="paced",
+            parameters=(Parameter("pause_ms", (0, 2, 4, 8), 4),),
+        )
+    )
     for op, name, fn, priority in (
         ("silu_and_mul", "slow", slow_silu_and_mul, 100),
         ("silu_and_mul", "raising", raising_silu_and_mul, 90),
@@ -94,7 +105,7 @@ def tune_compiled(model: str, folder: str) -> dict[str, Any]:
 def tune_and_use(model: str, folder: str) -> dict[str, Any]:
     """Tune; then the selections by the policy file, and those of an engine that looks the table up."""
     from vllm_fl.cli import main
-    from vllm_fl.dispatch import get_default_manager, policy_context
+    from vllm_fl.dispatch import policy_context
     from vllm_fl.engines import Engine
     from vllm_fl.policies import parse_policy
     from vllm_fl.tune.host import request_times
@@ -107,16 +118,22 @@ def tune_and_use(model: str, folder: str) -> dict[str, Any]:
         code = main(["tune", model, *size, *extra, "--budget", "10m", "--sampler", "greedy", "--json"])
     policy = parse_policy("vllm-fl-tune/policy.yaml", "--policy")
     with policy_context(policy):
-        by_file = get_default_manager().selections()
+        by_file = _chosen()
     os.environ["VLLM_FL_TUNED"] = "auto"
     arguments = {"model": model, "dtype": "float32", "max_model_len": 128, "enforce_eager": True}
     arguments["disable_log_stats"] = False
     with Engine(arguments, in_process=True) as engine:
-        (by_table,) = engine.call("fl_selection")
+        by_table = _chosen()
         (output,) = engine.outputs([[5] * 8], 4)
     times = request_times(output.metrics)
-    selections = {"file": {op: s.chosen.impl.impl_id for op, s in by_file.items() if s.chosen}, "table": by_table}
+    selections = {"file": by_file, "table": by_table}
     return {"code": code, "out": printed.read_text(), "selections": selections, "times": times}
+
+
+def _chosen() -> dict[str, str]:
+    from vllm_fl.dispatch import get_default_manager
+
+    return {op: s.chosen.variant for op, s in get_default_manager().selections().items() if s.chosen}
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +155,7 @@ def environment_of(folder: Path, planted: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def tuned(fresh: Fresh, tiny_llama: TinyModel, folder: Path) -> dict[str, Any]:
-    env = environment_of(folder, PLANTED)
+    env = {**environment_of(folder, PLANTED), "VLLM_FL_PER_OP": "rotary_embedding=vendor:paced"}
     outcome = fresh(tune_and_use, model=str(tiny_llama.path), folder=str(folder), env=env)
     log = folder / "vllm-fl-tune" / "vllm.log"
     assert outcome.value["code"] == 0, outcome.log + outcome.value["out"] + log.read_text()
@@ -151,6 +168,11 @@ def test_the_slow_ones_are_replaced_and_the_gain_is_certain(tuned: dict[str, Any
     assert document["changed"].keys() >= {"silu_and_mul", "rms_norm"}
     assert document["stop"] == "nothing left to try"
     assert document["ratio"]["low"] > 1.0
+
+
+def test_a_parameter_goes_to_its_best_value(tuned: dict[str, Any]) -> None:
+    assert tuned["document"]["baseline"]["rotary_embedding"] == "vendor.paced"
+    assert tuned["document"]["changed"]["rotary_embedding"] == "vendor.paced(pause_ms=0)"
 
 
 def test_the_wrong_and_the_crashing_one_are_refused_with_their_reasons(tuned: dict[str, Any]) -> None:
