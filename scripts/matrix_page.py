@@ -32,9 +32,9 @@ TAIL = """\
     python scripts/matrix.py --versions 0.33.0 --models llama
 
 The environments stand on `.venv` and are kept, with vLLM's wheels, in `$XDG_CACHE_HOME/vllm-fl` (`~/.cache/vllm-fl`).
-`make test` runs seven of these models on the development version, 0.28.0 (`tests/e2e/test_models.py`), four on the oldest
-and the newest version, and checks that this document belongs to the results; the versions between run only when the
-matrix does.
+`make test` runs seven of these models on the development version, 0.28.0 (`tests/e2e/test_models.py`), and four on the
+oldest and the newest version, and checks that this document belongs to the results; the versions between run only when
+the matrix does.
 """
 PACKAGES = ("torch", "transformers", "Python")
 
