@@ -85,7 +85,7 @@ def of_processes(model: str, **arguments: Any) -> dict[str, Any]:
     return {"tokens": greedy(engine, PROMPTS), "counts": engine.collective_rpc("fl_call_counts")}
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("fork", marks=pytest.mark.more)])
 def test_in_a_process_of_its_own(method: str, fresh: Fresh, tiny_llama: TinyModel, expected: list[list[int]]) -> None:
     env = {"VLLM_WORKER_MULTIPROC_METHOD": method, "OMP_NUM_THREADS": "2"}
     value = fresh(of_processes, model=str(tiny_llama.path), env=env).value

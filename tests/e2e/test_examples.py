@@ -25,6 +25,7 @@ def settings() -> dict[str, str]:
     return {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
+@pytest.mark.more
 @pytest.mark.timeout(600)
 def test_offline_inference(settings: dict[str, str]) -> None:
     command = [sys.executable, str(EXAMPLES / "offline_inference.py"), "--max-tokens", "16"]
