@@ -11,8 +11,8 @@ a GPU, CUDA graphs; `captured` CUDA graphs alone; `eager` neither. After --wall 
 Ctrl-C, and what it has found so far is reported; so it is when this script is told to end (SIGTERM).
 
 --check ROUNDS measures baseline and policy file in new engines: one after the other, or, with --resident, both loaded
-and by turns, the waiting one stopped. Which of two engines is loaded first has an effect of its own on a CPU (4 and 16 %
-were seen), so that is done twice, in both orders, and the ratio is the geometric mean of the two.
+and by turns, the waiting one stopped. Which of two engines is loaded first has an effect of its own on a CPU (4 % and
+16 % were seen), so that is done twice, in both orders, and the ratio is the geometric mean of the two.
 """
 
 from __future__ import annotations
@@ -197,8 +197,9 @@ def check(arguments: argparse.Namespace, out: Path) -> dict[str, Any]:
             for engine in engines:
                 engine.close()
         if arguments.resident:
-            ratios.append(math.log(statistics.median(sides[0].rounds[done:]) / statistics.median(sides[1].rounds[done:])))
-    ratio = math.exp(statistics.fmean(ratios)) if ratios else sides[0].median / sides[1].median
+            baseline_s, tuned_s = (statistics.median(side.rounds[done:]) for side in sides)
+            ratios.append(baseline_s / tuned_s)
+    ratio = statistics.geometric_mean(ratios) if ratios else sides[0].median / sides[1].median
     say(f"in new engines: {ratio:.4f}, medians of {arguments.check} rounds")
     return {"ratio": ratio, **{side.name: [round(s, 4) for s in side.rounds] for side in sides}}
 
