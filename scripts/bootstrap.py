@@ -222,17 +222,18 @@ def make_environment(venv: Path, recreate: bool = False) -> None:
 
 def install_also(venv: Path, names: Sequence[str]) -> None:
     """Adds further packages of this repository, editable, where they are missing or declare themselves otherwise."""
-    key = environment_key(venv)
+    packages = {name: ROOT / "packages" / f"vllm-fl-{name}" for name in names}
+    digests = {name: hashlib.sha256((p / "pyproject.toml").read_bytes()).hexdigest() for name, p in packages.items()}
     also: dict[str, str] = dict(read_stamp(venv).get("also", {}))
-    for name in names:
-        package = ROOT / "packages" / f"vllm-fl-{name}"
-        digest = hashlib.sha256((package / "pyproject.toml").read_bytes()).hexdigest()
-        if also.get(name) != digest:
-            steps = Steps(1, cache_dir() / "logs" / "bootstrap.log")
-            command = pip_install(venv_python(venv), "--no-deps", "--no-build-isolation", "-e", str(package))
-            steps.run(f"Install vllm-fl-{name}", command, clean_environment())
-            also[name] = digest
-            write_stamp(venv, key, also)
+    missing = [name for name in names if also.get(name) != digests[name]]
+    if not missing:
+        return
+    steps = Steps(len(missing), cache_dir() / "logs" / "bootstrap.log")
+    for name in missing:
+        command = pip_install(venv_python(venv), "--no-deps", "--no-build-isolation", "-e", str(packages[name]))
+        steps.run(f"Install vllm-fl-{name}", command, clean_environment())
+        also[name] = digests[name]
+        write_stamp(venv, environment_key(venv), also)
 
 
 @contextlib.contextmanager

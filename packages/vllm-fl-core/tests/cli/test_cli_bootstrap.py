@@ -98,6 +98,26 @@ def test_second_run_does_nothing(clone: Path, record: Record, capfd: pytest.Capt
     assert capfd.readouterr().err == ""
 
 
+def test_further_packages_are_added_once(clone: Path, record: Record) -> None:
+    for name in ("nvidia", "comm"):
+        package = clone / "packages" / f"vllm-fl-{name}"
+        package.mkdir()
+        (package / "pyproject.toml").write_text(f'[project]\nname = "vllm-fl-{name}"\n')
+    venv = clone / ".venv"
+    bootstrap.make_environment(venv)
+    record.clear()
+    for _ in range(2):
+        bootstrap.install_also(venv, ["nvidia", "comm"])
+    assert titles(record) == ["Install vllm-fl-nvidia", "Install vllm-fl-comm"]
+    assert bootstrap.is_current(venv)
+    (clone / "packages" / "vllm-fl-comm" / "pyproject.toml").write_text('[project]\nname = "changed"\n')
+    bootstrap.install_also(venv, ["nvidia", "comm"])
+    assert titles(record)[2:] == ["Install vllm-fl-comm"]
+    bootstrap.make_environment(venv, recreate=True)
+    bootstrap.install_also(venv, ["nvidia"])
+    assert titles(record)[-1] == "Install vllm-fl-nvidia"
+
+
 def change_pyproject(clone: Path) -> None:
     with (clone / "packages" / "vllm-fl-core" / "pyproject.toml").open("a") as file:
         file.write("dependencies = []\n")
