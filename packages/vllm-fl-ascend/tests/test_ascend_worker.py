@@ -22,15 +22,12 @@ def _fails(*args: Any) -> Any:
 @pytest.fixture
 def compat(simulated_npu: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module; what it changes is put back afterwards."""
-    from vllm.v1.worker import gpu_worker
-
     from vllm_fl_ascend import compat
 
     for name in (*CUDA, "is_current_stream_capturing", "set_stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
     for name in compat._ACCELERATOR_NAMES:
         monkeypatch.setattr(torch.accelerator, name, _fails)
-    monkeypatch.setattr(gpu_worker, "kernel_warmup", _fails)
     return compat
 
 
@@ -62,13 +59,6 @@ def test_accelerator_is_completed(compat: Any, monkeypatch: pytest.MonkeyPatch) 
     assert torch.accelerator.get_memory_info("npu:0") == torch.npu.mem_get_info()
     assert torch.accelerator.memory_reserved() == 77
     assert torch.accelerator.memory_stats(0) == {}
-
-
-def test_kernels_of_cuda_are_not_warmed_up(compat: Any) -> None:
-    from vllm.v1.worker import gpu_worker
-
-    compat.install()
-    gpu_worker.kernel_warmup(SimpleNamespace())
 
 
 @pytest.mark.parametrize(("has_triton", "replaced"), [(True, False), (False, True)])

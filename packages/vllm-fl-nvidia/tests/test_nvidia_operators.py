@@ -27,6 +27,11 @@ def _small_heads() -> None:
     attention.reshape_and_cache(rows, rows, both[..., :8], both[..., 8:], torch.arange(3))
 
 
+def _heads_apart() -> None:
+    caches = torch.zeros(2, 4, 2, 8, 64).unbind()
+    attention.reshape_and_cache(torch.zeros(3, 2, 64), torch.zeros(3, 2, 128)[..., :64], *caches, torch.arange(3))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -40,8 +45,9 @@ def _small_heads() -> None:
         ),
         (_groups_of_one, "vLLM's grouped_topk scores a group by two experts; these groups have one"),
         (_small_heads, "vLLM's reshape_and_cache_flash never ends with less than a warp of entries a token"),
+        (_heads_apart, "vLLM's reshape_and_cache_flash wants the heads of a token contiguous"),
     ],
-    ids=["softmax", "sigmoid", "groups of one", "small heads"],
+    ids=["softmax", "sigmoid", "groups of one", "small heads", "heads apart"],
 )
 def test_refusals(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(NotImplementedError) as caught:

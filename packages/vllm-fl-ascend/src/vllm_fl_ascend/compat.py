@@ -19,7 +19,6 @@ def install() -> None:
     """Apply everything that does not depend on a model runner."""
     _lead_cuda_to_npu()
     _complete_accelerator()
-    _skip_kernel_warmup()
 
 
 #: torch.cuda's name -> torch.npu's.
@@ -89,18 +88,3 @@ def replace_triton_kernels(runner: Any) -> None:
     replace = getattr(CPUModelRunner, "_postprocess_triton", None)
     if not HAS_TRITON and replace is not None:
         replace(runner)
-
-
-def _skip_kernel_warmup() -> None:
-    """Have vLLM's worker warm up no kernels: it knows CUDA's, and imports models to look for them.
-
-    Needed by 0.26 to 0.33; recognised by the function in the worker's module; can go when it asks the platform.
-    """
-    from vllm.v1.worker import gpu_worker
-
-    if hasattr(gpu_worker, "kernel_warmup"):
-        gpu_worker.kernel_warmup = _nothing
-
-
-def _nothing(worker: Any) -> None:
-    """There is nothing to warm up."""

@@ -13,6 +13,7 @@ from vllm.config import CompilationMode, CUDAGraphMode
 from vllm_fl.dispatch import bind, get_default_manager, oplist, reset_default_manager, set_global_policy
 from vllm_fl.dispatch.policy import SelectionPolicy
 from vllm_fl.errors import FrozenError
+from vllm_fl.integration import worker as worker_module
 from vllm_fl.integration.platform import FINGERPRINT_KEY
 from vllm_fl.integration.worker import FLWorkerMixin
 
@@ -63,6 +64,20 @@ def test_the_selection_is_stamped_before_the_model_is_loaded() -> None:
 def test_logs_and_traces_are_those_of_the_rank() -> None:
     start(Worker(CompilationMode.NONE))
     assert oplist.current_rank() == 6
+
+
+@pytest.mark.parametrize(("out_of_tree", "warmed"), [(True, []), (False, ["the worker"])])
+def test_kernels_of_cuda_are_not_warmed_up_on_other_platforms(
+    monkeypatch: pytest.MonkeyPatch, out_of_tree: bool, warmed: list[str]
+) -> None:
+    from vllm.v1.worker import gpu_worker
+
+    seen: list[str] = []
+    monkeypatch.setattr(gpu_worker, "kernel_warmup", seen.append)
+    monkeypatch.setattr(worker_module, "current_platform", SimpleNamespace(is_out_of_tree=lambda: out_of_tree))
+    start(Worker(CompilationMode.NONE))
+    gpu_worker.kernel_warmup("the worker")
+    assert seen == warmed
 
 
 def test_an_eager_worker_leaves_the_policy_free() -> None:

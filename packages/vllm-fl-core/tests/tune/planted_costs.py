@@ -87,7 +87,7 @@ class PlantedCosts:
             self.checked_unusable += 1
             raise TrialFailed("inaccurate", "planted")
 
-    def measure(self, mix: Mix) -> float:
+    def measure(self, mix: Mix, variant: int) -> float:
         drift = 0.2 * math.sin(self.now_s / 1000.0)
         cost = ROUND_S * math.exp(self.true_cost(mix) + drift + self._noise.gauss(0.0, NOISE))
         self.now_s += cost

@@ -79,7 +79,7 @@ def test_workers_say_what_may_be_varied() -> None:
 
 
 def test_the_engine_stays_up(measurer: EngineMeasurer) -> None:
-    assert [measurer.measure({"norm": "good"}) for _ in range(3)] == [0.05] * 3
+    assert [measurer.measure({"norm": "good"}, number) for number in range(3)] == [0.05] * 3
     assert measurer.starts == 1
 
 
@@ -96,9 +96,9 @@ def test_a_failure_ends_the_engine_and_the_next_mix_has_a_new_one(
     measurer: EngineMeasurer, chosen: str, message: str
 ) -> None:
     with pytest.raises(TrialFailed) as caught:
-        measurer.measure({"norm": chosen})
+        measurer.measure({"norm": chosen}, 1)
     assert str(caught.value) == message
-    assert measurer.measure({"norm": "good"}) == 0.05
+    assert measurer.measure({"norm": "good"}, 1) == 0.05
     assert measurer.starts == 2
 
 
@@ -110,5 +110,5 @@ def test_an_implementation_that_serves_no_call_is_refused(measurer: EngineMeasur
 
 def test_an_error_of_the_command_line_stays_one(measurer: EngineMeasurer) -> None:
     with pytest.raises(CommandError) as caught:
-        measurer.measure({"norm": "graphs"})
+        measurer.measure({"norm": "graphs"}, 1)
     assert (caught.value.code, str(caught.value)) == (Exit.USAGE, "planted graphs\nRemedy: none")

@@ -77,10 +77,10 @@ sys.path.insert(0, {here!r})
 from test_tune_search import RULE, SPACE, Steady, Study, search
 
 class Killed(Steady):
-    def measure(self, mix):
+    def measure(self, mix, variant):
         if self.calls == 19:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().measure(mix)
+        return super().measure(mix, variant)
 
 search(Study(SPACE, storage={url!r}, sampler="greedy"), Killed(), rule=RULE)
 """

@@ -43,7 +43,7 @@ class Steady:
         if self.fails is not None and mix[self.fails[0]] == self.fails[1]:
             raise TrialFailed(self.fails[2], "planted")  # type: ignore[arg-type]
 
-    def measure(self, mix: Mix) -> float:
+    def measure(self, mix: Mix, variant: int) -> float:
         self.calls += 1
         if self.calls == self.interrupt_at:
             raise KeyboardInterrupt
@@ -85,10 +85,10 @@ def test_a_baseline_that_fails_ends_the_search() -> None:
 class Dying(Steady):
     """Works for the first two pairs, and never again."""
 
-    def measure(self, mix: Mix) -> float:
+    def measure(self, mix: Mix, variant: int) -> float:
         if mix == SPACE.baseline and self.calls > 4:
             raise TrialFailed("crash", "no device")
-        return super().measure(mix)
+        return super().measure(mix, variant)
 
 
 def test_a_baseline_that_dies_is_not_blamed_on_the_mixes() -> None:
@@ -117,10 +117,32 @@ def test_the_time_holds_the_last_comparison_too() -> None:
     assert found.seconds <= 60.0 + 2 * RULE.first
 
 
+class Listed(Steady):
+    """Keeps what is measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounds: list[tuple[int, Mix]] = []
+
+    def measure(self, mix: Mix, variant: int) -> float:
+        self.rounds.append((variant, mix))
+        return super().measure(mix, variant)
+
+
+def test_both_rounds_of_a_pair_have_the_prompts_that_no_other_pair_has() -> None:
+    measurer = Listed()
+    found = search(Study(SPACE, sampler="greedy"), measurer, rule=RULE, budget=Budget(trials=3))
+    variants, mixes = zip(*measurer.rounds, strict=True)
+    assert variants[::2] == variants[1::2] == tuple(range(1, len(variants) // 2 + 1))
+    assert all(one != other for one, other in zip(mixes[::2], mixes[1::2], strict=True))
+    first = found.history.trials[0]
+    assert first.costs == [[1.2, 1.2 * 1.2]] * first.rounds
+
+
 class Noisy(Steady):
     """Nothing is certain."""
 
-    def measure(self, mix: Mix) -> float:
+    def measure(self, mix: Mix, variant: int) -> float:
         self.calls, self.clock = self.calls + 1, self.clock + 1.0
         return 2.0 if self.calls % 3 else 1.0
 
@@ -145,8 +167,8 @@ def test_larger_shares_have_more_of_the_time() -> None:
 class Fading(Steady):
     """What was faster in three trials is not in the last comparison."""
 
-    def measure(self, mix: Mix) -> float:
-        fast = super().measure(mix)
+    def measure(self, mix: Mix, variant: int) -> float:
+        fast = super().measure(mix, variant)
         return 1.3 if self.calls > 24 and mix["norm"] == "fast" else fast
 
 
@@ -221,10 +243,10 @@ TUNABLE = SearchSpace(
 class Tunable(Steady):
     """``fast`` is the faster, the larger its block; its mode is of no use."""
 
-    def measure(self, mix: Mix) -> float:
+    def measure(self, mix: Mix, variant: int) -> float:
         impl_id, values = parse_variant(mix["norm"])
         block = int(values.get("block", "64")) if impl_id == "fast" else 64
-        return super().measure({**mix, "norm": impl_id}) * (1.0 - block / 1000.0)
+        return super().measure({**mix, "norm": impl_id}, variant) * (1.0 - block / 1000.0)
 
 
 def test_greedy_goes_from_value_to_value_of_the_best_implementation_as_long_as_it_gains() -> None:

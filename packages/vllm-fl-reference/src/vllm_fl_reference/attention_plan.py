@@ -23,6 +23,8 @@ MAX_SCORES = 1 << 22
 MAX_KEY_BYTES = 64 << 20
 #: Masks up to this many elements are kept for the next layer, larger ones are made again.
 MAX_KEPT_MASK = 1 << 20
+#: On a device L is a multiple of this: with masks of other lengths PyTorch 2.11's fused kernel for CUDA is wrong.
+DEVICE_KEYS = 16
 #: Cost model of the grouping, in scores of one head: gathering one key, and one more padded batch.
 KEY_COST = 6
 BATCH_COST = 2048
@@ -122,6 +124,8 @@ class PaddedBatch:
         self.size = len(segments)
         self.queries = max(item.queries for item in segments)
         self.keys = max(item.keys for item in segments)
+        if device.type != "cpu":
+            self.keys = -(-self.keys // DEVICE_KEYS) * DEVICE_KEYS
         first = segments[0].token
         whole = all(
             item.queries == self.queries and item.token == first + index * self.queries

@@ -23,6 +23,7 @@ __all__ = [
     "dispatch_top_k_top_p",
     "install",
     "register_kernel_fallbacks",
+    "skip_kernel_warmup",
 ]
 
 
@@ -299,6 +300,23 @@ def dispatch_top_k_top_p() -> None:
         names = getattr(module, "__dict__", {})
         if names.get("apply_top_k_top_p") is original:
             names["apply_top_k_top_p"] = apply_top_k_top_p
+
+
+def skip_kernel_warmup() -> None:
+    """Have vLLM's GPU worker warm up no kernels. To be called for a platform outside of vLLM's tree.
+
+    Needed by 0.26 to 0.33: it knows the kernels of CUDA builds, and imports models to look for them, which fails in a
+    build without kernels (0.26) or takes seconds. Recognised by the function in the worker's module; can go when it
+    asks the platform.
+    """
+    from vllm.v1.worker import gpu_worker
+
+    if hasattr(gpu_worker, "kernel_warmup"):
+        gpu_worker.kernel_warmup = _nothing
+
+
+def _nothing(worker: Any) -> None:
+    """There is nothing to warm up."""
 
 
 def _patch(module: ModuleType, replacement: Callable[..., Any]) -> None:

@@ -45,6 +45,10 @@ class FLWorkerMixin:
         return super().load_model(*args, **kwargs)  # type: ignore[misc]
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
+        if current_platform.is_out_of_tree():
+            from . import compat
+
+            compat.skip_kernel_warmup()
         result = super().compile_or_warm_up_model(*args, **kwargs)  # type: ignore[misc]
         if self._has_graphs():
             _with_graphs.add(self)

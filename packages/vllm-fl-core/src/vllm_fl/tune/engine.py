@@ -145,8 +145,8 @@ class EngineMeasurer:
                 raise TrialFailed("not used", f"{impl_id} took none of the calls of {name}")
         judge(self._expected, answers, self._tolerance)
 
-    def measure(self, mix: Mix) -> float:
-        measured = Round(*self._ask("round", self._strict(mix)))
+    def measure(self, mix: Mix, variant: int) -> float:
+        measured = Round(*self._ask("round", self._strict(mix), variant))
         return cost(self._objective, measured, self._limits)
 
     def now(self) -> float:

@@ -38,7 +38,7 @@ class Host:
     def start(self, arguments: Mapping[str, Any], policy: Mapping[str, Any], workload: Workload) -> None:
         """Start an engine that selects by `policy`."""
         self._policy = from_plain(policy)
-        self._work, self._variant = workload, 1
+        self._work = workload
         with environment_of(self._policy):
             self._engine = Engine(arguments, _EXTENSION)
         self._with_times = not arguments.get("disable_log_stats", True)
@@ -111,11 +111,10 @@ class Host:
             answers.append(Answer(list(best.token_ids), likely))
         return answers, counts
 
-    def round(self, policy: Mapping[str, Any]) -> Round:
-        """One round of the workload, with prompts of its own."""
+    def round(self, policy: Mapping[str, Any], variant: int) -> Round:
+        """One round of the workload, with the prompts of that variant."""
         self.use(policy)
-        self._variant += 1
-        prompts = self._prompts(self._variant)
+        prompts = self._prompts(variant)
         begin = time.perf_counter()
         outputs = self._engine.outputs(prompts, self._work.output_tokens)
         wall_s = time.perf_counter() - begin

@@ -102,6 +102,7 @@ class _Search:
         self._begin = measurer.now()
         self._reference: dict[tuple[tuple[str, str], ...], float] = {}
         self._round_s = 0.0
+        self._variant = 0
 
     def run(self) -> Found:
         baseline = self._study.space.baseline
@@ -149,7 +150,7 @@ class _Search:
     def _try(self, number: int, mix: Mix, history: History) -> Trial:
         begin, best, test = self._measurer.now(), history.best, SequentialTest(self._rule)
         key = tuple(sorted(best.items()))
-        costs: list[float] = []
+        costs: list[tuple[float, float]] = []
         failure: TrialFailed | None = None
         try:
             self._measurer.check(mix)
@@ -161,7 +162,7 @@ class _Search:
         seconds = self._measurer.now() - begin
         if failure is not None:
             return Trial(number, mix, best, "failed", seconds=seconds, reason=failure.reason, text=failure.text)
-        level = math.fsum(map(math.log, costs)) / len(costs)
+        level = math.fsum(math.log(cost) for cost, _ in costs) / len(costs)
         found = test.result()
         return Trial(
             number,
@@ -172,32 +173,38 @@ class _Search:
             max(found.low, -_FAR),
             min(found.high, _FAR),
             found.rounds,
+            costs,
             total=history.best_total + found.log_ratio,
             drift=level - self._reference.setdefault(key, level),
             seconds=seconds,
         )
 
-    def _compare(self, mix: Mix, best: Mix, test: SequentialTest, costs: list[float], until: float) -> None:
+    def _compare(
+        self, mix: Mix, best: Mix, test: SequentialTest, costs: list[tuple[float, float]], until: float
+    ) -> None:
         over = False
         while not over:
             begin = self._measurer.now()
-            cost, candidate = self._pair(best, mix, len(costs) % 2 == 1)
-            costs.append(cost)
-            over = test.add(cost, candidate)
+            costs.append(self._pair(best, mix, len(costs) % 2 == 1))
+            over = test.add(*costs[-1])
             self._round_s = self._measurer.now() - begin
             late = self._measurer.now() >= until or self._is_over()
             over = over or (len(costs) >= self._rule.first and late)
 
     def _pair(self, best: Mix, mix: Mix, mix_first: bool) -> tuple[float, float]:
-        """The costs of a round of each; callers alternate which comes first, so that a steady drift cancels."""
+        """The costs of a round of each, with the same prompts, which decide on the routes to experts, say.
+
+        Callers alternate which comes first, so that a steady drift cancels.
+        """
+        self._variant += 1
         if mix_first:
-            cost = self._measurer.measure(mix)
+            cost = self._measurer.measure(mix, self._variant)
             return self._measure_best(best), cost
-        return self._measure_best(best), self._measurer.measure(mix)
+        return self._measure_best(best), self._measurer.measure(mix, self._variant)
 
     def _measure_best(self, best: Mix) -> float:
         try:
-            return self._measurer.measure(best)
+            return self._measurer.measure(best, self._variant)
         except TrialFailed as error:
             raise TrialFailed("baseline", str(error)) from error
 

@@ -42,8 +42,11 @@ class Measurer(Protocol):
     def check(self, mix: Mix) -> None:
         """Whether `mix` runs and answers as accurately as the baseline."""
 
-    def measure(self, mix: Mix) -> float:
-        """The cost of one round of the workload under `mix`: positive, and the smaller the better."""
+    def measure(self, mix: Mix, variant: int) -> float:
+        """The cost of one round of the workload under `mix`: positive, and the smaller the better.
+
+        Rounds of one `variant`, a number from 1, have the same prompts.
+        """
 
     def now(self) -> float:
         """The clock that the budget is of, seconds."""
@@ -59,6 +62,7 @@ class Trial:
         against: the best mix at that time, which it was measured in turn with.
         outcome: what was found.
         log_ratio, low, high, rounds: as in :class:`vllm_fl.tune.sequential.Comparison`.
+        costs: of each pair of rounds: of `against`, and of `mix`.
         total: logarithm of the ratio to the baseline of the study, over the steps between.
         drift: logarithm of how much slower `against` was than when it was first measured.
         seconds: how long the trial took.
@@ -73,6 +77,7 @@ class Trial:
     low: float = 0.0
     high: float = 0.0
     rounds: int = 0
+    costs: Sequence[Sequence[float]] = ()
     total: float = 0.0
     drift: float = 0.0
     seconds: float = 0.0

@@ -29,16 +29,17 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
     """See :func:`vllm_fl.catalog.attention.reshape_and_cache`.
 
     Raises:
-        NotImplementedError: keys and values differ in size, or the cache has another dtype; the kernel cannot do it.
-            Or heads lie apart and are so small that it would not end.
+        NotImplementedError: keys and values differ in size, the heads of a token do not lie one after the other, or
+            the cache has another dtype; the kernel cannot do it. Or heads of the cache lie apart and are so small that
+            it would not end.
     """
     if key.shape != value.shape or key_cache.stride() != value_cache.stride():
         raise NotImplementedError("vLLM's reshape_and_cache_flash wants keys and values of one shape and layout")
     if not key.dtype == value.dtype == key_cache.dtype == value_cache.dtype:
         raise NotImplementedError("vLLM's reshape_and_cache_flash wants one dtype; it converts to float8 only")
-    if key.stride(-1) != 1 or key_cache.stride(-1) != 1:
-        raise NotImplementedError("vLLM's reshape_and_cache_flash wants the head dimension contiguous")
     heads, size = key.shape[1:]
+    if any(rows.stride()[1:] != (size, 1) for rows in (key, value)) or key_cache.stride(-1) != 1:
+        raise NotImplementedError("vLLM's reshape_and_cache_flash wants the heads of a token contiguous")
     if heads * size < _WARP and key_cache.stride(1) != size:
         raise NotImplementedError("vLLM's reshape_and_cache_flash never ends with less than a warp of entries a token")
     if not slot_mapping.numel():
