@@ -118,6 +118,8 @@ class Engine:
     ) -> list[Any]:
         """As :meth:`generate`, vLLM's ``RequestOutput`` of each prompt.
 
+        No step begins before the engine has all requests, so that the same ones are scheduled in the same way.
+
         Args:
             prompts, output_tokens: as for :meth:`generate`.
             logprobs: of how many likely tokens the log-probabilities are kept; None keeps none.
@@ -132,7 +134,12 @@ class Engine:
             temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
         )
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        return list(self._llm.generate(inputs, sampling, use_tqdm=False))
+        self._llm.sleep(level=0, mode="keep")  # the scheduler alone
+        try:
+            self._llm.enqueue(inputs, sampling, use_tqdm=False)
+        finally:
+            self._llm.wake_up(tags=["scheduling"])
+        return list(self._llm.wait_for_completion(use_tqdm=False))
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """What the method of this name answers in each worker, rank by rank."""

@@ -23,8 +23,8 @@ MAX_SCORES = 1 << 22
 MAX_KEY_BYTES = 64 << 20
 #: Masks up to this many elements are kept for the next layer, larger ones are made again.
 MAX_KEPT_MASK = 1 << 20
-#: On a device L is a multiple of this: with masks of other lengths PyTorch 2.11's fused kernel for CUDA is wrong.
-DEVICE_KEYS = 16
+#: The tiles of PyTorch's fused kernel for CUDA hold this many queries, or a multiple.
+TILE_QUERIES = 32
 #: Cost model of the grouping, in scores of one head: gathering one key, and one more padded batch.
 KEY_COST = 6
 BATCH_COST = 2048
@@ -111,6 +111,14 @@ def group_segments(segments: Sequence[Segment], row_bytes: int) -> list[list[Seg
     return [sorted(group, key=lambda item: item.token) for group in groups]
 
 
+def padded_queries(queries: int, device: torch.device) -> int:
+    """The Q of a padded batch: one more, on a device, where the last tile of the fused kernel would hold one query.
+
+    Where heads share their keys, the kernel takes such a tile for a decode of all heads, which has no masks of its own.
+    """
+    return queries + int(device.type != "cpu" and queries > 1 and queries % TILE_QUERIES == 1)
+
+
 class PaddedBatch:
     """Segments computed together, with the index tensors and masks that all layers share.
 
@@ -122,10 +130,8 @@ class PaddedBatch:
 
     def __init__(self, segments: Sequence[Segment], window: int | None, device: torch.device) -> None:
         self.size = len(segments)
-        self.queries = max(item.queries for item in segments)
+        self.queries = padded_queries(max(item.queries for item in segments), device)
         self.keys = max(item.keys for item in segments)
-        if device.type != "cpu":
-            self.keys = -(-self.keys // DEVICE_KEYS) * DEVICE_KEYS
         first = segments[0].token
         whole = all(
             item.queries == self.queries and item.token == first + index * self.queries

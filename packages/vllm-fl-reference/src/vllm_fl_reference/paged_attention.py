@@ -183,25 +183,15 @@ def fused_attention(
     if size == 1:  # the key heads take the place of B, and their G queries that of the heads
         rows = grouped[0].permute(1, 2, 0, 3)
         repeated = (item[0].unsqueeze(1).expand(-1, groups, -1, -1) for item in (key, value))
-        mask = _for_heads(mask, groups)
         result = F.scaled_dot_product_attention(rows, *repeated, attn_mask=mask, is_causal=is_causal, scale=scale)
         return result.permute(2, 0, 1, 3).unsqueeze(0)
     rows = query.transpose(1, 2)
     if heads == 1:  # repeated without a copy
         key, value = key.expand(-1, groups, -1, -1), value.expand(-1, groups, -1, -1)
-        mask = _for_heads(mask, groups)
     result = F.scaled_dot_product_attention(
         rows, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=groups > 1 and heads > 1
     )
     return result.transpose(1, 2).unflatten(2, (heads, groups))
-
-
-def _for_heads(mask: Tensor | None, heads: int) -> Tensor | None:
-    """[B, 1, Q, L] -> [B, heads, Q, L] in memory, but on a CPU as it is.
-
-    Where heads shared both a mask and their keys, PyTorch 2.11's fused kernel for CUDA gave wrong last rows.
-    """
-    return mask if mask is None or mask.device.type == "cpu" else mask.expand(-1, heads, -1, -1).contiguous()
 
 
 def explicit_attention(

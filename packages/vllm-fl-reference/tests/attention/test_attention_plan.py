@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from vllm_fl_reference import attention_plan
@@ -84,3 +85,25 @@ def test_layers_share_the_batches_of_a_step() -> None:
     first, second = step.batches(None)
     for batch in (first, second):
         assert batch.mask(torch.float32) is batch.mask(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("queries", "on_a_device"), [(1, 1), (2, 2), (32, 32), (33, 34), (64, 64), (65, 66), (129, 130), (130, 130)]
+)
+def test_no_tile_of_one_query_on_a_device(queries: int, on_a_device: int) -> None:
+    assert attention_plan.padded_queries(queries, torch.device("cuda")) == on_a_device
+    assert attention_plan.padded_queries(queries, torch.device("cpu")) == queries
+
+
+def test_a_padded_query_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_plan, "padded_queries", lambda queries, device: queries + 1)
+    (batch,) = AttentionStep([0, 3], [5], None, torch.device("cpu")).batches(None)
+    rows = torch.arange(3.0).view(3, 1, 1)
+    taken = batch.take(rows)
+    assert taken.flatten().tolist() == [0.0, 1.0, 2.0, 2.0]
+    mask = batch.mask(torch.float32)
+    assert mask is not None
+    assert mask[0, 0, 2].equal(mask[0, 0, 3])
+    written = torch.zeros_like(rows)
+    batch.put(taken.unsqueeze(2), written)
+    assert written.equal(rows)

@@ -42,13 +42,24 @@ def judge(baseline: Sequence[Answer], candidate: Sequence[Answer], tolerance: To
     Raises:
         TrialFailed: "nan" or "inaccurate", with the request and the position.
     """
-    differences: list[float] = []
-    for request, (ours, theirs) in enumerate(zip(baseline, candidate, strict=True)):
-        differences += _differences(request, ours, theirs, tolerance)
-    mean = math.fsum(differences) / len(differences) if differences else 0.0
+    found = differences(baseline, candidate, tolerance)
+    mean = math.fsum(found) / len(found) if found else 0.0
     if mean > tolerance.mean:
-        text = f"log-probabilities differ by {mean:.3g} in the mean of {len(differences)} tokens"
+        text = f"log-probabilities differ by {mean:.3g} in the mean of {len(found)} tokens"
         raise TrialFailed("inaccurate", f"{text}, more than {tolerance.mean:g}")
+
+
+def differences(baseline: Sequence[Answer], candidate: Sequence[Answer], tolerance: Tolerance) -> list[float]:
+    """How far the log-probabilities of the tokens that both have chosen are apart, nats.
+
+    Raises:
+        TrialFailed: as for :func:`judge`; that the mean is too large is not said.
+    """
+    return [
+        each
+        for request, (ours, theirs) in enumerate(zip(baseline, candidate, strict=True))
+        for each in _differences(request, ours, theirs, tolerance)
+    ]
 
 
 def _differences(request: int, ours: Answer, theirs: Answer, tolerance: Tolerance) -> list[float]:
