@@ -32,8 +32,10 @@ SIDES = {"native": {"VLLM_PLUGINS": ""}, "triton": {"VLLM_FL_PREFER": "flagos"},
 MODELS = ("llama", "qwen3", "qwen3_moe", "qwen3_next")
 LENGTHS = (1, 2, 17, 64, 300)
 PROMPTS, TOKENS, LIKELY = 20, 64, 8
-#: bfloat16 has 8 bits: a log-probability of 6 is one of steps of 0.03.
-TOLERANCE = Tolerance(mean=0.05, tie=0.25)
+#: Further options of engines. vLLM chooses FlashInfer for Qwen3-Next on Hopper, whether it is installed or not.
+OPTIONS: dict[str, dict[str, Any]] = {"qwen3_next": {"gdn_prefill_backend": "triton"}}
+#: bfloat16 has 8 bits: a log-probability of 6 is one of steps of 0.03. Half of it may send a token to another expert.
+TOLERANCE = Tolerance(mean=0.05, tie=0.5)
 
 
 def answer(folder: str, file: str) -> None:
@@ -46,7 +48,8 @@ def answer(folder: str, file: str) -> None:
     lengths = [LENGTHS[number % len(LENGTHS)] for number in range(PROMPTS)]
     prompts = [[rng.randrange(1, tiny_models.VOCABULARY) for _ in range(length)] for length in lengths]
     greedy = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=LIKELY)
-    with engine(folder, {"dtype": "bfloat16"}) as llm:
+    settings = {"dtype": "bfloat16", **OPTIONS.get(Path(folder).name, {})}
+    with engine(folder, settings) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False)
     answers = [
         {
