@@ -38,7 +38,8 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
     if not key.dtype == value.dtype == key_cache.dtype == value_cache.dtype:
         raise NotImplementedError("vLLM's reshape_and_cache_flash wants one dtype; it converts to float8 only")
     heads, size = key.shape[1:]
-    if any(rows.stride()[1:] != (size, 1) for rows in (key, value)) or key_cache.stride(-1) != 1:
+    together = all(rows.stride(2) == 1 and (heads == 1 or rows.stride(1) == size) for rows in (key, value))
+    if not together or key_cache.stride(-1) != 1:
         raise NotImplementedError("vLLM's reshape_and_cache_flash wants the heads of a token contiguous")
     if heads * size < _WARP and key_cache.stride(1) != size:
         raise NotImplementedError("vLLM's reshape_and_cache_flash never ends with less than a warp of entries a token")
