@@ -36,30 +36,25 @@ class Tolerance:
     tie: float = 0.5
 
 
-def judge(baseline: Sequence[Answer], candidate: Sequence[Answer], tolerance: Tolerance) -> None:
+def judge(baseline: Sequence[Answer], candidate: Sequence[Answer], tolerance: Tolerance) -> list[float]:
     """Compare answers to the same requests, each up to the first token that is not the same.
+
+    Returns:
+        How far the log-probabilities of the tokens that both have chosen are apart, nats.
 
     Raises:
         TrialFailed: "nan" or "inaccurate", with the request and the position.
     """
-    found = differences(baseline, candidate, tolerance)
-    mean = math.fsum(found) / len(found) if found else 0.0
-    if mean > tolerance.mean:
-        text = f"log-probabilities differ by {mean:.3g} in the mean of {len(found)} tokens"
-        raise TrialFailed("inaccurate", f"{text}, more than {tolerance.mean:g}")
-
-
-def differences(baseline: Sequence[Answer], candidate: Sequence[Answer], tolerance: Tolerance) -> list[float]:
-    """How far the log-probabilities of the tokens that both have chosen are apart, nats.
-
-    Raises:
-        TrialFailed: as for :func:`judge`; that the mean is too large is not said.
-    """
-    return [
+    found = [
         each
         for request, (ours, theirs) in enumerate(zip(baseline, candidate, strict=True))
         for each in _differences(request, ours, theirs, tolerance)
     ]
+    mean = math.fsum(found) / len(found) if found else 0.0
+    if mean > tolerance.mean:
+        text = f"log-probabilities differ by {mean:.3g} in the mean of {len(found)} tokens"
+        raise TrialFailed("inaccurate", f"{text}, more than {tolerance.mean:g}")
+    return found
 
 
 def _differences(request: int, ours: Answer, theirs: Answer, tolerance: Tolerance) -> list[float]:

@@ -104,12 +104,7 @@ class Host:
         self._engine.call("fl_count_calls", False)
         for operator, implementation in self._engine.call("fl_native_uses")[0].items():
             counts.setdefault(operator, {})[implementation] = 1
-        answers = []
-        for output in outputs:
-            best = output.outputs[0]
-            likely = [{token: float(entry.logprob) for token, entry in at.items()} for at in best.logprobs]
-            answers.append(Answer(list(best.token_ids), likely))
-        return answers, counts
+        return [answer_of(output) for output in outputs], counts
 
     def round(self, policy: Mapping[str, Any], variant: int) -> Round:
         """One round of the workload, with the prompts of that variant."""
@@ -127,6 +122,13 @@ class Host:
 
 def _has_graphs(compilation: Any) -> bool:
     return any(mode.name != "NONE" for mode in (compilation.mode, compilation.cudagraph_mode))
+
+
+def answer_of(output: Any) -> Answer:
+    """What is kept of vLLM's ``RequestOutput``, which has log-probabilities."""
+    best = output.outputs[0]
+    likely = [{token: float(entry.logprob) for token, entry in at.items()} for at in best.logprobs]
+    return Answer(list(best.token_ids), likely)
 
 
 def request_times(metrics: Any) -> RequestTimes:
