@@ -142,6 +142,16 @@ def _attention(
         )
 
 
+def _encoder(tokens: int, *, size: int = 64, window: int = 0, shared: int = 232448) -> None:
+    """Sequences of 16 tokens of an encoder with 12 heads."""
+    x = meta(16 * tokens, 36, size)
+    with mock.patch.object(paged_attention, "shared_memory", return_value=shared):
+        paged_attention.encoder_attention(
+            x[:, :12], x[:, 12:24], x[:, 24:], meta(tokens + 1, dtype=torch.int32), meta(16 * tokens, 12, size), 0.1,
+            512, window,
+        )  # fmt: skip
+
+
 def _latent(
     requests: int, *, query_len: int, heads: int = 16, shared: int = 232448, dtype: torch.dtype = torch.bfloat16
 ) -> None:
@@ -259,6 +269,9 @@ _ATTENTION = [
         ),
     )
 ] + [
+    Case("encoder", _encoder, _LARGE, tokens=8),
+    Case("encoder small", partial(_encoder, **_SMALL), ("sm_80", "gfx942"), tokens=8),
+    Case("encoder window", partial(_encoder, window=64), ("sm_90",), tokens=8),
     Case("attention short", partial(_attention, query_len=4), ("sm_90",), tokens=8),
     Case("attention float32", partial(_attention, query_len=512, dtype=torch.float32, **_HEADS[" wide"]), ("sm_90",)),
 ]

@@ -117,11 +117,32 @@ def test_a_step(attention: ModuleType, window: int | None, queries: list[int]) -
         torch.testing.assert_close(output[token], want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_an_encoder(attention: ModuleType, window: int | None) -> None:
+    """Two requests of 4 and 6 tokens, each of which sees both sides."""
+    make, lengths = maker(), [4, 6]
+    query, key, value = (make.normal(10, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    impl = make_impl(attention, attn_type="encoder_only", sliding_window=window)
+    metadata = make_builder(attention).build(0, common(lengths, lengths, causal=False))
+    cache = torch.empty(0, device=DEVICE)
+    output = torch.empty_like(query)
+    impl.do_kv_cache_update(None, key, value, cache, torch.zeros(10, dtype=torch.int64, device=DEVICE))
+    assert impl.forward(None, query, key, value, cache, metadata, output) is output
+    at = torch.arange(10)
+    seen = (at < 4)[:, None] == (at < 4)
+    if window is not None:
+        seen &= (at[:, None] - at).abs() < window
+    k, v = (x.cpu().repeat_interleave(HEADS // KV_HEADS, 1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query.cpu(), k) * 0.3
+    want = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+    torch.testing.assert_close(output.cpu(), want, rtol=1e-5, atol=1e-5)
+
+
 LAYERS = {
     "alibi": {"alibi_slopes": [0.1, 0.2, 0.3, 0.4]},
     "quantised cache": {"kv_cache_dtype": "fp8"},
     "chunks": {"chunk_lookback": 0},
-    "encoder": {"attn_type": "encoder_only"},
+    "encoder with sinks": {"attn_type": "encoder_only", "sinks": torch.zeros(HEADS)},
     "cross-attention": {"attn_type": "encoder_decoder"},
     "large heads": {"head_size": 512},
 }
@@ -169,10 +190,10 @@ def test_the_operator_names_the_backend(attention: ModuleType) -> None:
     backend = resolve_obj_by_qualname(attention_backend())
     assert backend is attention.FlagosAttentionBackend
     assert backend.get_name() == "TRITON_ATTN"  # what vLLM's special cases look for
-    for options in ({"use_mla": True}, {"use_sparse": True}):
-        with pytest.raises(NotImplementedError) as caught:
-            attention_backend(**options)
-        assert str(caught.value) == "flagos has no backend for multi-head latent or sparse attention"
+    assert resolve_obj_by_qualname(attention_backend(use_mla=True)).is_mla()
+    with pytest.raises(NotImplementedError) as caught:
+        attention_backend(use_mla=True, use_sparse=True)
+    assert str(caught.value) == "flagos has no backend for sparse attention"
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="about the interpreter")

@@ -10,7 +10,7 @@ import torch
 from kernel_inputs import DEVICE, DTYPE_IDS, DTYPES, maker
 
 from vllm_fl.flagos.kernels import splits
-from vllm_fl.flagos.kernels.paged_attention import Scratch, paged_attention
+from vllm_fl.flagos.kernels.paged_attention import Scratch, encoder_attention, paged_attention
 
 #: (rtol and atol): products are rounded to the query's dtype once.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -202,4 +202,46 @@ def test_refusals(device: str) -> None:
     batch = Batch([(4, 1)])
     with pytest.raises(NotImplementedError) as caught:
         paged_attention(batch.query, batch.cache[..., ::2], batch.cache[..., 16:], *tail)
-    assert str(caught.value) == "key_cache: the last dimension has stride 2, expected 1"
+    assert str(caught.value) == "key: the last dimension has stride 2, expected 1"
+
+
+def check_encoder(
+    lengths: list[int], heads: int, kv_heads: int, size: int, dtype: torch.dtype, window: int = 0, soft_cap: float = 0.0
+) -> None:
+    """Against a literal softmax in float64; the projections lie in one tensor, with rows of padding behind."""
+    tokens, longest = sum(lengths), max(lengths)
+    projected = maker(dtype).normal(tokens + 2, heads + 2 * kv_heads, size)
+    query, key, value = projected.split([heads, kv_heads, kv_heads], 1)
+    starts = torch.tensor([0, *lengths]).cumsum(0).int().to(DEVICE)
+    output = torch.full_like(query.contiguous(), float("nan"))
+    encoder_attention(query, key, value, starts, output, 0.3, longest, window, soft_cap)
+    assert output[tokens:].isnan().all(), "rows of padding were written"
+    q, k, v = (x.cpu().double() for x in (query, key, value))
+    k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+    for begin, length in zip(starts.tolist(), lengths, strict=False):
+        own = slice(begin, begin + length)
+        scores = torch.einsum("qhd,khd->hqk", q[own], k[own]) * 0.3
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        if window:
+            at = torch.arange(length)
+            scores.masked_fill_((at[:, None] - at).abs() >= window, float("-inf"))
+        want = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[own])
+        tolerance = TOLERANCES[dtype]
+        torch.testing.assert_close(output[own].cpu().double(), want, rtol=tolerance, atol=tolerance)
+
+
+@WITH_DTYPES
+@pytest.mark.parametrize("window", [0, 1, 9])
+def test_encoders_look_to_both_sides(device: str, dtype: torch.dtype, window: int) -> None:
+    check_encoder([5, 1, 70, 0, 33], 4, 2, 16, dtype, window)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 16), (7, 1, 40), (3, 3, 8)])
+def test_shapes_of_encoders(device: str, heads: int, kv_heads: int, size: int) -> None:
+    check_encoder([64, 3, 130], heads, kv_heads, size, torch.float32, soft_cap=2.0)
+
+
+def test_encoders_without_tokens(device: str) -> None:
+    empty, starts = torch.empty(0, 2, 16, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    encoder_attention(empty, empty, empty, starts, empty, 0.3, 0)

@@ -1,8 +1,7 @@
 """Attention for vLLM on this project's paged kernel: vLLM's Triton backend with another forward.
 
 Backend, metadata and layer are thin subclasses of vLLM's own. What the kernel does not compute (ALiBi, quantised
-caches, encoders and cross-attention, bidirectional ranges, other masks, batch invariance) stays with vLLM's kernels,
-call by call.
+caches, cross-attention, bidirectional ranges, other masks, batch invariance) stays with vLLM's kernels, call by call.
 
 The kernel has a path for decodes and one for longer queries. The metadata says how many requests, the first ones of the
 batch, are decodes. Graphs that are captured for mixed batches (cudagraph mode FULL) take the second path for all, since
@@ -28,7 +27,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from vllm_fl.dispatch import bind
 
-from .kernels.paged_attention import Scratch, paged_attention
+from .kernels.paged_attention import Scratch, encoder_attention, paged_attention
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -132,6 +131,17 @@ class PagedKernelMixin:
 class FlagosAttentionImpl(PagedKernelMixin, TritonAttentionImpl):
     """Attention of one layer. Arguments as in the base class."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_encoder = (
+            self.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+            and len(set(self.sliding_window)) == 1
+            and self.alibi_slopes is None
+            and self.sinks is None
+            and self.head_size <= 256
+            and not envs.VLLM_BATCH_INVARIANT
+        )
+
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
@@ -155,6 +165,20 @@ class FlagosAttentionImpl(PagedKernelMixin, TritonAttentionImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Attention of the step's tokens; see the base class."""
+        quantizes = (output_scale, output_block_scale) != (None, None)
+        if self._is_encoder and attn_metadata is not None and not quantizes:
+            encoder_attention(
+                query,
+                key,
+                value,
+                attn_metadata.query_start_loc,
+                output,
+                self.scale,
+                attn_metadata.max_query_len,
+                self._window,
+                self._soft_cap,
+            )
+            return output
         if attn_metadata is None or not self.serves(attn_metadata, output_scale, output_block_scale):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale

@@ -25,7 +25,7 @@ from .sequences import bounds
 _ROWS = 32
 _LINE = 128  # bytes
 _MOST = 1024  # entries of a key
-_GATES = 1024
+_GATES = 128  # each takes a chain of transcendental functions
 
 
 @fast

@@ -22,7 +22,7 @@ from .cache import reshape_and_cache
 from .common import cdiv, need_unit_stride, power_of_2, shared_memory
 from .launch import fast
 from .planned import planned
-from .splits import choose_splits, join_splits, request_of_block
+from .splits import choose_splits, join_splits, query_of_block
 
 _MOST_ENTRIES = 512
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -48,20 +48,11 @@ def _mla_attend(
     block, heads, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     ROWS: tl.constexpr = BLOCK_Q * BLOCK_H
     row, c, r = tl.arange(0, ROWS), tl.arange(0, L_PAD), tl.arange(0, R_PAD)
-    if DECODE:
-        request = block
-        begin = block
-        query_len = 1
-        first = 0
-    else:
-        origin = tl.load(query_start_loc + first_request)
-        index = request_of_block(query_start_loc, block, first_request, requests, origin, BLOCK_Q)
-        request = first_request + index
-        begin = tl.load(query_start_loc + request)
-        query_len = tl.load(query_start_loc + request + 1) - begin
-        first = (block - ((begin - origin) // BLOCK_Q + index)) * BLOCK_Q
-        if first >= query_len:
-            return
+    request, begin, query_len, first = query_of_block(
+        query_start_loc, block, first_request, requests, BLOCK_Q, DECODE
+    )  # fmt: skip
+    if first >= query_len:
+        return
     seq_len = tl.load(seq_lens + request)
     context = seq_len - query_len
     token = first + row // BLOCK_H

@@ -41,6 +41,26 @@ def request_of_block(query_start_loc, block, first, requests, origin, BLOCK_Q: t
     return low - 1
 
 
+@triton.jit
+def query_of_block(query_start_loc, block, first_request, requests, BLOCK_Q: tl.constexpr, DECODE: tl.constexpr):
+    """The request of a program, where its query begins, how long that is, and the program's first token in it.
+
+    DECODE: request i has one token, which is token i.
+    """
+    request = block
+    begin = block
+    query_len = 1
+    first = 0
+    if not DECODE:
+        origin = tl.load(query_start_loc + first_request)
+        index = request_of_block(query_start_loc, block, first_request, requests, origin, BLOCK_Q)
+        request = first_request + index
+        begin = tl.load(query_start_loc + request)
+        query_len = tl.load(query_start_loc + request + 1) - begin
+        first = (block - ((begin - origin) // BLOCK_Q + index)) * BLOCK_Q
+    return request, begin, query_len, first
+
+
 @fast
 @triton.jit
 def join_splits(
