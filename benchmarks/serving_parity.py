@@ -115,6 +115,8 @@ def worker(configuration: dict[str, Any]) -> None:
 def _round(llm: Any, workload: Workload, output: int | None = None) -> dict[str, Any]:
     import vllm
 
+    from vllm_fl.engines import held
+
     tokens = random.Random(0)
     prompts = [
         {"prompt_token_ids": [tokens.randrange(1000, 50000) for _ in range(workload.input)]}
@@ -123,8 +125,10 @@ def _round(llm: Any, workload: Workload, output: int | None = None) -> dict[str,
     sampling = vllm.SamplingParams(
         temperature=0.0, max_tokens=output or workload.output, ignore_eos=True, detokenize=False
     )
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    with held(llm):  # else each round begins with other requests, as many as have arrived
+        llm.enqueue(prompts, sampling, use_tqdm=False)
+        start = time.perf_counter()
+    outputs = llm.wait_for_completion(use_tqdm=False)
     seconds = time.perf_counter() - start
     return {
         "seconds": seconds,

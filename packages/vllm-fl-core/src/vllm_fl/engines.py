@@ -134,16 +134,23 @@ class Engine:
             temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
         )
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        self._llm.sleep(level=0, mode="keep")  # the scheduler alone
-        try:
+        with held(self._llm):
             self._llm.enqueue(inputs, sampling, use_tqdm=False)
-        finally:
-            self._llm.wake_up(tags=["scheduling"])
         return list(self._llm.wait_for_completion(use_tqdm=False))
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """What the method of this name answers in each worker, rank by rank."""
         return list(self._llm.collective_rpc(method, args=arguments))
+
+
+@contextmanager
+def held(llm: Any) -> Iterator[None]:
+    """No step of vLLM's ``LLM`` begins in the block, so that what is enqueued there is scheduled in the same way."""
+    llm.sleep(level=0, mode="keep")  # the scheduler alone
+    try:
+        yield
+    finally:
+        llm.wake_up(tags=["scheduling"])
 
 
 def engine_arguments(model: str, extra: Sequence[str]) -> dict[str, Any]:

@@ -100,8 +100,10 @@ def _step(
     if slot > 0:
         at = state + slot * s_slot + head * s_head + row[None, :, None] * s_row + column[:, None, :]
         mask = (row < value_dim)[None, :, None] & (column < key_dim)[:, None, :]
-        s, result = _write(tl.load(at, mask=mask, other=0.0).to(tl.float32) * decay, query, key, value, strength)
-        tl.store(at, s.to(state.dtype.element_ty), mask=mask)
+        # A state is needed again a whole step later, when no cache has it any more.
+        s = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        s, result = _write(s * decay, query, key, value, strength)
+        tl.store(at, s.to(state.dtype.element_ty), mask=mask, eviction_policy="evict_first")
     result_at = out + (token * HEADS + head) * value_dim + row
     tl.store(result_at, (result * scale).to(out.dtype.element_ty), mask=row < value_dim)
 

@@ -383,4 +383,5 @@ def _tile(query_len: int, d_pad: int, group_pad: int, like: Tensor) -> _Tile:
         return _Tile(few, 32 if is_wide else 64, 2, 3)
     rows = (256 if is_large else 128) // (2 if is_wide else 1)
     rows = max(min(64 * group_pad, rows), group_pad)
-    return _Tile(rows, 64 if is_large else 32, 8 if is_wide or rows > 64 else 4, 2)
+    stages = 3 if is_large and not is_wide else 2
+    return _Tile(rows, 64 if is_large else 32, 8 if is_wide or rows > 64 else 4, stages)
