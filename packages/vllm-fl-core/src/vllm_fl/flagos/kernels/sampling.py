@@ -1,13 +1,19 @@
 """Sampling: repetition penalties, and the cut of the logits to the top k and the nucleus, both in place.
 
-Top k and top p need no sort: both keep the entries above a threshold, and the threshold is found by narrowing an
-interval of values. Each pass over the row weighs what lies above eight values of the interval, by number (top k) or by
-probability (top p), and keeps the ninth part that holds the threshold; it ends when one entry is left in the interval.
-One program a row. The order of float32 values is that of their bits, read as integers. Any device.
+Top k and top p keep the entries above a threshold, and most often two passes over a row find it. The first one counts
+what lies above two values, which are guessed from a sample of the row. The second one lists the entries above one of
+these, and writes minus infinity over all others; the list is short enough to be sorted, and both limits are read off.
+
+Where the guess failed, or more entries stay than the list has room for, further passes narrow an interval of values.
+Each weighs what lies above some values inside it, by number (top k) or by probability (top p), and keeps the part that
+holds the threshold; it ends when the list has room for the rest, or one entry is left in the interval.
+
+One program a row. The order of float32 values is that of their bits, read as integers: their keys. Any device.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,7 +23,9 @@ from .launch import fast
 from .planned import planned
 
 _BLOCK = 1024
-_SEARCH_BLOCK, _PIVOTS = 2048, 8  # weighed against each other in registers
+_SEARCH_BLOCK, _PIVOTS = 2048, 4  # weighed against each other in registers
+_UNROLL, _PER_WARP = 4, 128  # blocks that are loaded at once; entries of a block a warp
+_CAPACITY = 1024  # of the list
 
 
 @fast
@@ -72,111 +80,234 @@ def _value(key):
 
 
 @triton.jit
-def _scan(row, size, BLOCK: tl.constexpr):
-    """Highest value, lowest finite value, number of finite values (above minus infinity)."""
-    lane = tl.arange(0, BLOCK)
-    high = tl.full((BLOCK,), float("-inf"), tl.float32)
-    low = tl.full((BLOCK,), float("inf"), tl.float32)
-    count = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, size, BLOCK):
-        x = tl.load(row + start + lane, mask=start + lane < size, other=float("-inf")).to(tl.float32)
-        is_finite = x > float("-inf")
-        high = tl.maximum(high, x)
-        low = tl.minimum(low, tl.where(is_finite, x, float("inf")))
-        count += is_finite.to(tl.int32)
-    return tl.max(high, 0), tl.min(low, 0), tl.sum(count, 0)
+def _load(row, at, size):
+    return tl.load(row + at, mask=at < size, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def _mass(row, size, top, cut, BLOCK: tl.constexpr):
+def _is_above(x, value):
+    """Whether entries are kept by a cut at `value`. What is no number is."""
+    return ~(x <= value)
+
+
+@triton.jit
+def _sample(row, size, BLOCK: tl.constexpr):
+    """Mean, standard deviation and lowest of the finite ones among BLOCK entries, which are spread over the row."""
+    x = _load(row, tl.arange(0, BLOCK) * tl.maximum(size // BLOCK, 1), size)
+    is_finite = x > float("-inf")
+    number = tl.maximum(tl.sum(is_finite.to(tl.float32), 0), 1.0)
+    mean = tl.sum(tl.where(is_finite, x, 0.0), 0) / number
+    offset = tl.where(is_finite, x - mean, 0.0)
+    deviation = tl.sqrt(tl.sum(offset * offset, 0) / number)
+    return mean, deviation, tl.min(tl.where(is_finite, x, float("inf")), 0)
+
+
+@triton.jit
+def _guess(mean, deviation, k, size, CAPACITY: tl.constexpr):
+    """Two keys for a top k: of a normal distribution somewhat more entries than k lie above them, but not too many."""
+    number = k * tl.where(tl.arange(0, 2) == 0, 1.5, 6.0) + tl.where(tl.arange(0, 2) == 0, 20.0, 100.0)
+    share = tl.minimum(tl.minimum(number, 0.7 * CAPACITY) / size, 0.5)
+    # The value above which that share lies; Abramowitz and Stegun, 26.2.22.
+    t = tl.sqrt(-2.0 * tl.log(share))
+    value = mean + deviation * (t - (2.30753 + 0.27061 * t) / (1.0 + 0.99229 * t + 0.04481 * t * t))
+    return _key(tl.where(value < float("inf"), value, float("inf")))  # of huge values it is no number
+
+
+@triton.jit
+def _scan(row, size, keys, BLOCK: tl.constexpr, UNROLL: tl.constexpr, HAS_KEYS: tl.constexpr):
+    """Highest value; of each lane the number of entries above minus infinity, and of those above each of two keys."""
+    lane = tl.arange(0, BLOCK)[:, None]
+    values = _value(keys)[None, :]
+    high = tl.full((BLOCK, 1), float("-inf"), tl.float32)
+    finite = tl.zeros((BLOCK, 1), tl.float32)
+    counts = tl.zeros((BLOCK, 2), tl.float32)
+    for start in tl.range(0, size, BLOCK, loop_unroll_factor=UNROLL):
+        x = _load(row, start + lane, size)
+        high = tl.maximum(high, x)
+        finite += _is_above(x, float("-inf")).to(tl.float32)
+        if HAS_KEYS:
+            counts += _is_above(x, values).to(tl.float32)
+    return tl.max(tl.max(high, 1), 0), tl.sum(finite, 1), counts
+
+
+@triton.jit
+def _mass(row, size, top, cut, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
     """Sum of ``exp(x - top)`` over the entries above `cut`."""
     lane = tl.arange(0, BLOCK)
+    value = _value(cut)
     total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, size, BLOCK):
-        x = tl.load(row + start + lane, mask=start + lane < size, other=float("-inf")).to(tl.float32)
-        total += tl.where(_key(x) > cut, tl.exp(x - top), 0.0)
+    for start in tl.range(0, size, BLOCK, loop_unroll_factor=UNROLL):
+        x = _load(row, start + lane, size)
+        total += tl.where(_is_above(x, value), tl.exp(x - top), 0.0)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def _weigh(row, size, top, pivots, BLOCK: tl.constexpr, PIVOTS: tl.constexpr, BY_MASS: tl.constexpr):
-    """Number and weight of the entries above each pivot."""
-    lane = tl.arange(0, BLOCK)
-    counts = tl.zeros((BLOCK, PIVOTS), tl.int32)
+def _weigh(
+    row, size, top, keys, BLOCK: tl.constexpr, UNROLL: tl.constexpr, PIVOTS: tl.constexpr, BY_MASS: tl.constexpr
+):  # fmt: skip
+    """Of each lane the number of entries above each pivot, and the weight of all of them."""
+    lane = tl.arange(0, BLOCK)[:, None]
+    values = _value(keys)[None, :]
+    counts = tl.zeros((BLOCK, PIVOTS), tl.float32)
     masses = tl.zeros((BLOCK, PIVOTS), tl.float32)
-    for start in range(0, size, BLOCK):
-        x = tl.load(row + start + lane, mask=start + lane < size, other=float("-inf")).to(tl.float32)
-        above = _key(x)[:, None] > pivots[None, :]
-        counts += above.to(tl.int32)
+    for start in tl.range(0, size, BLOCK, loop_unroll_factor=1 if BY_MASS else UNROLL):
+        x = _load(row, start + lane, size)
+        above = _is_above(x, values)
+        counts += above.to(tl.float32)
         if BY_MASS:
-            masses += tl.where(above, tl.exp(x - top)[:, None], 0.0)
-    number = tl.sum(counts, 0)
-    weight = number.to(tl.float32)
+            masses += tl.where(above, tl.exp(x - top), 0.0)
+    weight = tl.sum(counts, 0)
     if BY_MASS:
         weight = tl.sum(masses, 0)
-    return number, weight
+    return counts, weight
+
+
+@triton.jit
+def _narrow(low, high, lanes, above, pivots, counts, weight, bound):
+    """The part of an interval between two neighbouring pivots that holds the threshold."""
+    is_low = weight >= bound
+    lanes = tl.minimum(lanes, tl.min(tl.where(is_low[None, :], counts, lanes[:, None]), 1))
+    above = tl.max(tl.where(is_low, above, tl.sum(counts, 0)), 0)
+    low = tl.maximum(tl.max(tl.where(is_low, pivots, low), 0), low)
+    high = tl.minimum(tl.min(tl.where(is_low, high, pivots), 0), high)
+    return low, high, lanes, above
 
 
 @triton.jit
 def _search(
-    row, size, top, cut, inside, bound, BLOCK: tl.constexpr, PIVOTS: tl.constexpr, BY_MASS: tl.constexpr
+    row, size, top, floor, low, high, lanes, above, bound, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    PIVOTS: tl.constexpr, ENOUGH: tl.constexpr, BY_MASS: tl.constexpr,
 ):  # fmt: skip
-    """The key below which nothing is kept: an entry stays if the weight of those above it is less than `bound`.
+    """Raise `low` to the key below which nothing is kept, or until at most ENOUGH entries lie above it.
 
-    `inside` entries lie above `cut`, and weigh at least `bound`. Returns the key (entries above it stay) and how many
-    entries that are.
+    An entry is kept if the weight of those above it is less than `bound`. Those above `low` weigh at least that, those
+    above `high` less; `lanes` are the numbers of the former by lane, `above` is the number of the latter. Few entries
+    are below `floor`. Returns the new `low` and `lanes`.
     """
-    low, high = cut.to(tl.int64), _key(top).to(tl.int64)
-    below, above = inside, 0 * inside  # numbers of entries above `low` and above `high`
     part = tl.arange(0, PIVOTS) + 1
+    inside = tl.sum(lanes, 0)
     turn = 0
-    while (high - low > 1) & (below - above > 1):
+    while (high > low + 1) & (inside - above > 1) & (inside > ENOUGH):
         # Values first: keys between two values of different sign or size are mostly far too small. Then keys, which
         # come to an end.
-        pivots = low + (high - low) * part // (PIVOTS + 1)
-        if turn < 8:
-            first, last = _value(low.to(tl.int32)), _value(high.to(tl.int32))
-            pivots = _key(first + (last - first) * (part.to(tl.float32) / (PIVOTS + 1))).to(tl.int64)
+        first, last = tl.maximum(_value(low), floor), _value(high)
+        if (turn < 8) & (first < last):
+            pivots = _key(first + (last - first) * (part.to(tl.float32) / (PIVOTS + 1)))
             pivots = tl.minimum(tl.maximum(pivots, low), high - 1)
-        number, weight = _weigh(row, size, top, pivots.to(tl.int32), BLOCK, PIVOTS, BY_MASS)
-        is_low = weight >= bound
-        low = tl.max(tl.where(is_low, pivots, low), 0)
-        below = tl.min(tl.where(is_low, number, below), 0)
-        high = tl.min(tl.where(is_low, high, pivots), 0)
-        above = tl.max(tl.where(is_low, above, number), 0)
+        else:
+            pivots = (low + (high.to(tl.int64) - low) * part // (PIVOTS + 1)).to(tl.int32)
+        counts, weight = _weigh(row, size, top, pivots, BLOCK, UNROLL, PIVOTS, BY_MASS)
+        low, high, lanes, above = _narrow(low, high, lanes, above, pivots, counts, weight, bound)
+        inside = tl.sum(lanes, 0)
         turn += 1
-    return low.to(tl.int32), below
+    return low, lanes
+
+
+@triton.jit
+def _remove(row, size, cut, places, slots, BLOCK: tl.constexpr, UNROLL: tl.constexpr, LISTED: tl.constexpr):
+    """Write minus infinity over what is not above `cut`. With LISTED, list the places of the rest.
+
+    `slots` says where in the list each lane begins.
+    """
+    lane = tl.arange(0, UNROLL)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    value = _value(cut)
+    for start in range(0, size, UNROLL * BLOCK):
+        # A thread takes single entries, not neighbours, in what follows as in the list, whose slots are no neighbours:
+        # else the compiler exchanges each block between threads, and all wait for each other.
+        at = tl.max_contiguous(start + lane, [1, 1])
+        x = tl.load(row + at, mask=at < size, other=float("-inf"))
+        above = _is_above(x.to(tl.float32), value)
+        tl.store(row + at, tl.where(above, x, float("-inf")), mask=at < size)
+        if LISTED:
+            number = tl.cumsum(above.to(tl.int32), 0)
+            tl.store(places + (slots[None, :] + number - 1), at, mask=above)
+            slots += tl.sum(above.to(tl.int32), 0)
+
+
+@triton.jit
+def _sort(keys, SIZE: tl.constexpr):
+    """Batcher's bitonic sort, highest first. Triton's own is unrolled, and takes seconds in the interpreter."""
+    place = tl.arange(0, SIZE)
+    run = 2  # sorted runs of this length, descending and ascending by turns
+    while run <= SIZE:
+        distance = run // 2
+        while distance > 0:
+            other = tl.gather(keys, place ^ distance, 0)
+            is_higher = ((place & distance) == 0) == ((place & run) == 0)
+            keys = tl.where(is_higher, tl.maximum(keys, other), tl.minimum(keys, other))
+            distance = distance // 2
+        run = run * 2
+    return keys
+
+
+@triton.jit
+def _rank(row, places, inside, top, k, p, bound, CAPACITY: tl.constexpr, HAS_P: tl.constexpr):
+    """Apply both limits to the `inside` listed entries, which are all that is left, by sorting their keys.
+
+    `bound` is the mass that the nucleus has to reach, 0 if it is not known.
+    """
+    nothing: tl.constexpr = -(2**31)  # below every key
+    everything: tl.constexpr = 2**31 - 1
+    slot = tl.arange(0, CAPACITY)
+    place = tl.load(places + slot, mask=slot < inside, other=0)
+    x = tl.load(row + place, mask=slot < inside, other=0.0).to(tl.float32)
+    key = tl.where(slot < inside, _key(x), nothing)
+    ranked = _sort(key, CAPACITY)
+    least = tl.max(tl.where(slot >= tl.minimum(k, inside) - 1, ranked, nothing), 0)
+    if HAS_P and p < 1.0:
+        mass = tl.where(ranked >= least, tl.exp(_value(ranked) - top), 0.0)
+        if bound == 0.0:
+            bound = tl.maximum(p * tl.sum(mass, 0), 1e-30)
+        is_beyond = tl.cumsum(mass, 0) - mass >= bound
+        # Entries of equal logit stay if the first one does.
+        least = tl.maximum(least, tl.min(tl.where(is_beyond, everything, ranked), 0))
+    gone = tl.full((CAPACITY,), float("-inf"), tl.float32).to(row.dtype.element_ty)
+    tl.store(row + place, gone, mask=(slot < inside) & (key < least))
 
 
 @fast
 @triton.jit
 def _apply_top_k_top_p(
-    logits, top_k, top_p, size, stride, HAS_K: tl.constexpr, HAS_P: tl.constexpr,
-    BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
+    logits, top_k, top_p, scratch, size, stride, HAS_K: tl.constexpr, HAS_P: tl.constexpr,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr, PIVOTS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
-    top, lowest, number = _scan(row, size, BLOCK)
-    if number > 0:
-        nothing = _key(lowest) - 1
-        cut = nothing
-        if HAS_K:
-            k = tl.load(top_k + index).to(tl.int32)
-            if (k > 0) & (k < number):
-                cut, number = _search(row, size, top, cut, number, k.to(tl.float32), BLOCK, PIVOTS, False)
-        if HAS_P:
-            p = tl.load(top_p + index).to(tl.float32)
-            if p < 1.0:
-                # The most probable entry stays whatever p is; a bound of 0 would remove it.
-                bound = tl.maximum(p * _mass(row, size, top, cut, BLOCK), 1e-30)
-                cut, number = _search(row, size, top, cut, number, bound, BLOCK, PIVOTS, True)
-        if cut != nothing:
-            lane = tl.arange(0, BLOCK)
-            for start in range(0, size, BLOCK):
-                inside = start + lane < size
-                x = tl.load(row + start + lane, mask=inside, other=0.0).to(tl.float32)
-                gone = tl.full((BLOCK,), float("-inf"), tl.float32).to(logits.dtype.element_ty)
-                tl.store(row + start + lane, gone, mask=inside & (_key(x) <= cut))
+    places = scratch + index * CAPACITY
+    k, p, bound = size, 1.0, 0.0
+    if HAS_K:
+        k = tl.load(top_k + index).to(tl.int32)
+        k = tl.where(k > 0, k, size)
+    if HAS_P:
+        p = tl.load(top_p + index).to(tl.float32)
+    if (k < size) | (p < 1.0):
+        mean, deviation, floor = _sample(row, size, BLOCK)
+        keys = _guess(mean, deviation, k, size, CAPACITY)
+        top, lanes, counts = _scan(row, size, keys, BLOCK, UNROLL, HAS_K)
+        number = tl.sum(lanes, 0)
+        low, high, none = _key(float("-inf")), _key(top), 0 * number
+        if HAS_K and k < number:
+            limit = k.to(tl.float32)
+            low, near, lanes, above = _narrow(low, high, lanes, none, keys, counts, tl.sum(counts, 0), limit)
+            low, lanes = _search(
+                row, size, top, floor, low, near, lanes, above, limit, BLOCK, UNROLL, PIVOTS, CAPACITY, False
+            )  # fmt: skip
+        if HAS_P and (p < 1.0) & (tl.sum(lanes, 0) > CAPACITY):
+            # The most probable entry stays whatever p is; a bound of 0 would remove it.
+            bound = tl.maximum(p * _mass(row, size, top, low, BLOCK, UNROLL), 1e-30)
+            low, lanes = _search(
+                row, size, top, floor, low, high, lanes, none, bound, BLOCK, UNROLL, PIVOTS, CAPACITY, True
+            )  # fmt: skip
+        lanes = lanes.to(tl.int32)
+        inside = tl.sum(lanes, 0)
+        if (k < number) | (p < 1.0):
+            if inside > CAPACITY:
+                _remove(row, size, low, places, lanes, BLOCK, UNROLL, False)
+            elif inside > 0:
+                _remove(row, size, low, places, tl.cumsum(lanes, 0) - lanes, BLOCK, UNROLL, True)
+                tl.debug_barrier()  # the list is written before it is read
+                _rank(row, places, inside, top, k, p, bound, CAPACITY, HAS_P)
 
 
 @planned
@@ -187,10 +318,11 @@ def apply_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None
         if x is not None:
             need_unit_stride(name, x)
     rows, size = logits.shape
-    if not rows or not size or (top_k is None and top_p is None):
+    if not rows or size < 2 or (top_k is None and top_p is None):
         return
-    block = min(power_of_2(size), _SEARCH_BLOCK)
+    block, capacity = (min(power_of_2(size), most) for most in (_SEARCH_BLOCK, _CAPACITY))
+    places = logits.new_empty((rows, capacity), dtype=torch.int32)
     _apply_top_k_top_p[(rows,)](
-        logits, top_k, top_p, size, logits.stride(0), HAS_K=top_k is not None, HAS_P=top_p is not None,
-        BLOCK=block, PIVOTS=_PIVOTS, num_warps=warps_for(block),
+        logits, top_k, top_p, places, size, logits.stride(0), HAS_K=top_k is not None, HAS_P=top_p is not None,
+        BLOCK=block, UNROLL=_UNROLL, PIVOTS=_PIVOTS, CAPACITY=capacity, num_warps=warps_for(block, per_warp=_PER_WARP),
     )  # fmt: skip
