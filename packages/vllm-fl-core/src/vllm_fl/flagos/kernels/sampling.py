@@ -131,18 +131,6 @@ def _scan(row, size, keys, BLOCK: tl.constexpr, UNROLL: tl.constexpr, HAS_KEYS: 
 
 
 @triton.jit
-def _mass(row, size, top, cut, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
-    """Sum of ``exp(x - top)`` over the entries above `cut`."""
-    lane = tl.arange(0, BLOCK)
-    value = _value(cut)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.range(0, size, BLOCK, loop_unroll_factor=UNROLL):
-        x = _load(row, start + lane, size)
-        total += tl.where(_is_above(x, value), tl.exp(x - top), 0.0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
 def _weigh(
     row, size, top, keys, BLOCK: tl.constexpr, UNROLL: tl.constexpr, PIVOTS: tl.constexpr, BY_MASS: tl.constexpr
 ):  # fmt: skip
@@ -164,31 +152,33 @@ def _weigh(
 
 
 @triton.jit
-def _narrow(low, high, lanes, above, pivots, counts, weight, bound):
-    """The part of an interval between two neighbouring pivots that holds the threshold."""
+def _narrow(low, high, lanes, beyond, heavy, pivots, counts, weight, bound):
+    """The part of an interval between two neighbouring pivots that holds the threshold; see _search."""
     is_low = weight >= bound
     lanes = tl.minimum(lanes, tl.min(tl.where(is_low[None, :], counts, lanes[:, None]), 1))
-    above = tl.max(tl.where(is_low, above, tl.sum(counts, 0)), 0)
+    beyond = tl.maximum(beyond, tl.max(tl.where(is_low[None, :], beyond[:, None], counts), 1))
+    heavy = tl.maximum(heavy, tl.max(tl.where(is_low, heavy, weight), 0))
     low = tl.maximum(tl.max(tl.where(is_low, pivots, low), 0), low)
     high = tl.minimum(tl.min(tl.where(is_low, high, pivots), 0), high)
-    return low, high, lanes, above
+    return low, high, lanes, beyond, heavy
 
 
 @triton.jit
 def _search(
-    row, size, top, floor, low, high, lanes, above, bound, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    PIVOTS: tl.constexpr, ENOUGH: tl.constexpr, BY_MASS: tl.constexpr,
+    row, size, top, floor, low, high, lanes, beyond, heavy, bound, is_whole, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr, PIVOTS: tl.constexpr, ENOUGH: tl.constexpr, BY_MASS: tl.constexpr,
 ):  # fmt: skip
-    """Raise `low` to the key below which nothing is kept, or until at most ENOUGH entries lie above it.
+    """Narrow the interval of keys that holds the threshold, until at most ENOUGH entries are in it, or above `low`.
 
-    An entry is kept if the weight of those above it is less than `bound`. Those above `low` weigh at least that, those
-    above `high` less; `lanes` are the numbers of the former by lane, `above` is the number of the latter. Few entries
-    are below `floor`. Returns the new `low` and `lanes`.
+    An entry is kept if the weight of those above it is less than `bound`; BY_MASS, `bound` is a share of the weight of
+    those above `low`, and becomes that weight. Entries above `low` weigh at least that, those above `high` less, namely
+    `heavy`; `lanes` and `beyond` are their numbers by lane. Few entries are below `floor`. `is_whole` says that what is
+    above `high` counts as being in the interval. Of an interval that cannot be narrowed all is kept.
     """
     part = tl.arange(0, PIVOTS) + 1
-    inside = tl.sum(lanes, 0)
+    inside, above = tl.sum(lanes, 0), tl.sum(beyond, 0)
     turn = 0
-    while (high > low + 1) & (inside - above > 1) & (inside > ENOUGH):
+    while (high > low + 1) & (inside - above > 1) & (tl.where(is_whole, inside, inside - above) > ENOUGH):
         # Values first: keys between two values of different sign or size are mostly far too small. Then keys, which
         # come to an end.
         first, last = tl.maximum(_value(low), floor), _value(high)
@@ -197,32 +187,40 @@ def _search(
             pivots = tl.minimum(tl.maximum(pivots, low), high - 1)
         else:
             pivots = (low + (high.to(tl.int64) - low) * part // (PIVOTS + 1)).to(tl.int32)
+        if BY_MASS and turn == 0:
+            pivots = tl.where(part == 1, low, pivots)
         counts, weight = _weigh(row, size, top, pivots, BLOCK, UNROLL, PIVOTS, BY_MASS)
-        low, high, lanes, above = _narrow(low, high, lanes, above, pivots, counts, weight, bound)
-        inside = tl.sum(lanes, 0)
+        if BY_MASS and turn == 0:
+            # The most probable entry stays whatever the share is; a bound of 0 would remove it.
+            bound = tl.maximum(bound * tl.max(weight, 0), 1e-30)
+        low, high, lanes, beyond, heavy = _narrow(low, high, lanes, beyond, heavy, pivots, counts, weight, bound)
+        inside, above = tl.sum(lanes, 0), tl.sum(beyond, 0)
         turn += 1
-    return low, lanes
+    return low, high, lanes, beyond, heavy, bound
 
 
 @triton.jit
-def _remove(row, size, cut, places, slots, BLOCK: tl.constexpr, UNROLL: tl.constexpr, LISTED: tl.constexpr):
-    """Write minus infinity over what is not above `cut`. With LISTED, list the places of the rest.
+def _remove(
+    row, size, top, low, high, places, slots, BLOCK: tl.constexpr, UNROLL: tl.constexpr, LISTED: tl.constexpr
+):  # fmt: skip
+    """Write minus infinity over what is not above `low`. With LISTED, list the places of the rest up to `high`.
 
-    `slots` says where in the list each lane begins.
+    Nothing is above the key of `top`, not even what is no number. `slots` says where in the list each lane begins.
     """
     lane = tl.arange(0, UNROLL)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    value = _value(cut)
+    least, most = _value(low), tl.where(high < _key(top), _value(high), float("inf"))
     for start in range(0, size, UNROLL * BLOCK):
         # A thread takes single entries, not neighbours, in what follows as in the list, whose slots are no neighbours:
         # else the compiler exchanges each block between threads, and all wait for each other.
         at = tl.max_contiguous(start + lane, [1, 1])
         x = tl.load(row + at, mask=at < size, other=float("-inf"))
-        above = _is_above(x.to(tl.float32), value)
+        above = _is_above(x.to(tl.float32), least)
         tl.store(row + at, tl.where(above, x, float("-inf")), mask=at < size)
         if LISTED:
-            number = tl.cumsum(above.to(tl.int32), 0)
-            tl.store(places + (slots[None, :] + number - 1), at, mask=above)
-            slots += tl.sum(above.to(tl.int32), 0)
+            is_listed = above & (tl.where(x == x, x.to(tl.float32), float("inf")) <= most)
+            number = tl.cumsum(is_listed.to(tl.int32), 0)
+            tl.store(places + (slots[None, :] + number - 1), at, mask=is_listed)
+            slots += tl.sum(is_listed.to(tl.int32), 0)
 
 
 @triton.jit
@@ -242,28 +240,29 @@ def _sort(keys, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _rank(row, places, inside, top, k, p, bound, CAPACITY: tl.constexpr, HAS_P: tl.constexpr):
-    """Apply both limits to the `inside` listed entries, which are all that is left, by sorting their keys.
+def _rank(row, places, listed, top, k, p, heavy, bound, CAPACITY: tl.constexpr, HAS_P: tl.constexpr):
+    """Apply both limits to the listed entries by sorting their keys; those above the highest of them stay.
 
-    `bound` is the mass that the nucleus has to reach, 0 if it is not known.
+    k is how many of the list may stay at most. `heavy` is the mass above the list, `bound` the mass that the nucleus
+    has to reach, or 0: the share p of what k leaves of the list.
     """
     nothing: tl.constexpr = -(2**31)  # below every key
     everything: tl.constexpr = 2**31 - 1
     slot = tl.arange(0, CAPACITY)
-    place = tl.load(places + slot, mask=slot < inside, other=0)
-    x = tl.load(row + place, mask=slot < inside, other=0.0).to(tl.float32)
-    key = tl.where(slot < inside, _key(x), nothing)
+    place = tl.load(places + slot, mask=slot < listed, other=0)
+    x = tl.load(row + place, mask=slot < listed, other=0.0).to(tl.float32)
+    key = tl.where(slot < listed, _key(x), nothing)
     ranked = _sort(key, CAPACITY)
-    least = tl.max(tl.where(slot >= tl.minimum(k, inside) - 1, ranked, nothing), 0)
+    least = tl.max(tl.where(slot >= tl.minimum(k, listed) - 1, ranked, nothing), 0)
     if HAS_P and p < 1.0:
         mass = tl.where(ranked >= least, tl.exp(_value(ranked) - top), 0.0)
         if bound == 0.0:
             bound = tl.maximum(p * tl.sum(mass, 0), 1e-30)
-        is_beyond = tl.cumsum(mass, 0) - mass >= bound
+        is_beyond = heavy + tl.cumsum(mass, 0) - mass >= bound
         # Entries of equal logit stay if the first one does.
         least = tl.maximum(least, tl.min(tl.where(is_beyond, everything, ranked), 0))
     gone = tl.full((CAPACITY,), float("-inf"), tl.float32).to(row.dtype.element_ty)
-    tl.store(row + place, gone, mask=(slot < inside) & (key < least))
+    tl.store(row + place, gone, mask=(slot < listed) & (key < least))
 
 
 @fast
@@ -286,28 +285,37 @@ def _apply_top_k_top_p(
         keys = _guess(mean, deviation, k, size, CAPACITY)
         top, lanes, counts = _scan(row, size, keys, BLOCK, UNROLL, HAS_K)
         number = tl.sum(lanes, 0)
-        low, high, none = _key(float("-inf")), _key(top), 0 * number
+        low, high, beyond = _key(float("-inf")), _key(top), 0.0 * lanes
+        heavy = tl.full((), 0.0, tl.float32)
+        in_list = k
         if HAS_K and k < number:
             limit = k.to(tl.float32)
-            low, near, lanes, above = _narrow(low, high, lanes, none, keys, counts, tl.sum(counts, 0), limit)
-            low, lanes = _search(
-                row, size, top, floor, low, near, lanes, above, limit, BLOCK, UNROLL, PIVOTS, CAPACITY, False
+            low, high, lanes, beyond, heavy = _narrow(
+                low, high, lanes, beyond, heavy, keys, counts, tl.sum(counts, 0), limit
             )  # fmt: skip
-        if HAS_P and (p < 1.0) & (tl.sum(lanes, 0) > CAPACITY):
-            # The most probable entry stays whatever p is; a bound of 0 would remove it.
-            bound = tl.maximum(p * _mass(row, size, top, low, BLOCK, UNROLL), 1e-30)
-            low, lanes = _search(
-                row, size, top, floor, low, high, lanes, none, bound, BLOCK, UNROLL, PIVOTS, CAPACITY, True
+            low, high, lanes, beyond, heavy, limit = _search(
+                row, size, top, floor, low, high, lanes, beyond, heavy, limit, p < 1.0, BLOCK, UNROLL, PIVOTS, CAPACITY,
+                False,
             )  # fmt: skip
-        lanes = lanes.to(tl.int32)
-        inside = tl.sum(lanes, 0)
+            in_list = k - heavy.to(tl.int32)
+        if HAS_P and p < 1.0:
+            if HAS_K:  # the list begins with the highest entry, whose mass counts
+                high, beyond, heavy, in_list = _key(top), 0.0 * lanes, 0.0 * heavy, k
+            if tl.sum(lanes, 0) > CAPACITY:
+                in_list = size
+                low, high, lanes, beyond, heavy, bound = _search(
+                    row, size, top, floor, low, high, lanes, beyond, heavy, p, False, BLOCK, UNROLL, PIVOTS, CAPACITY,
+                    True,
+                )  # fmt: skip
+        lanes = (lanes - beyond).to(tl.int32)
+        listed = tl.sum(lanes, 0)
         if (k < number) | (p < 1.0):
-            if inside > CAPACITY:
-                _remove(row, size, low, places, lanes, BLOCK, UNROLL, False)
-            elif inside > 0:
-                _remove(row, size, low, places, tl.cumsum(lanes, 0) - lanes, BLOCK, UNROLL, True)
+            if listed > CAPACITY:
+                _remove(row, size, top, low, high, places, lanes, BLOCK, UNROLL, False)
+            elif listed > 0:
+                _remove(row, size, top, low, high, places, tl.cumsum(lanes, 0) - lanes, BLOCK, UNROLL, True)
                 tl.debug_barrier()  # the list is written before it is read
-                _rank(row, places, inside, top, k, p, bound, CAPACITY, HAS_P)
+                _rank(row, places, listed, top, in_list, p, heavy, bound, CAPACITY, HAS_P)
 
 
 @planned
