@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_fl.catalog import CATALOG, InputMaker
 
-from .base import BF16, F32, I32, Case, normal, one
+from .base import BF16, F32, I32, Case, Lookup, normal, one
 
 EPSILON = 1e-6
 VOCABULARY = 151936
@@ -116,7 +116,7 @@ def vllm_penalties(logits: Tensor, prompt: Tensor, output: Tensor, penalties: Te
     return call
 
 
-def vllm_top_k_top_p(logits: Tensor, k: Tensor, p: Tensor) -> Callable[[], Tensor]:
+def vllm_top_k_top_p(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Callable[[], Tensor]:
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     given = torch.empty_like(logits)  # it may write over its input
@@ -157,10 +157,18 @@ def penalty_args(device: str, requests: int) -> tuple[Any, ...]:
     return logits, seen[0], seen[1], torch.rand(requests, device=device) + 1
 
 
-def sampler_args(device: str, requests: int) -> tuple[Any, ...]:
-    k = torch.randint(1, 200, (requests,), device=device, dtype=I32)
+def sampler_args(device: str, requests: int, limits: str) -> tuple[Any, ...]:
+    k = torch.randint(1, 200, (requests,), device=device, dtype=I32) if "k" in limits else None
     logits = normal(device, requests, VOCABULARY, dtype=F32, scale=3.0)
-    return logits, k, torch.rand(requests, device=device) * 0.5 + 0.5
+    return logits, k, torch.rand(requests, device=device) * 0.5 + 0.5 if "p" in limits else None
+
+
+def cut(ops: Lookup, given: tuple[Any, ...]) -> Tensor:
+    """Top k and top p of a copy: what has been cut once has few entries left."""
+    logits, k, p = given
+    logits = logits.clone()
+    ops("apply_top_k_top_p")(logits, k, p)
+    return logits
 
 
 def sized(name: str, tokens: int) -> Case:
@@ -217,7 +225,12 @@ def general() -> Iterator[Case]:
         )  # fmt: skip
     for t in (1, 64, 256):
         yield one("apply_repetition_penalties", f"{t}", lambda device, t=t: penalty_args(device, t), vllm_penalties)
-        yield one("apply_top_k_top_p", f"{t}", lambda device, t=t: sampler_args(device, t), vllm_top_k_top_p)
+        for limits in ("k and p", "k alone", "p alone"):
+            name = "apply_top_k_top_p"
+            yield Case(
+                name, f"{t}, {limits}", lambda device, t=t, limits=limits: sampler_args(device, t, limits),
+                cut, (name,), vllm_top_k_top_p,
+            )  # fmt: skip
     for name in (
         "gelu_and_mul", "topk_sigmoid", "grouped_topk", "fused_experts", "compute_slot_mapping",
         "per_token_group_quant_fp8", "scaled_mm",
