@@ -184,9 +184,13 @@ class Session:
         self.reports: dict[str, dict[str, Any]] = {}
         self.answers: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self.shares: dict[tuple[str, str], Any] = {}
+        self.interrupted = False
 
     def run(self) -> list[dict[str, Any]]:
-        """All rounds; one record for each side and workload. A side that fails leaves the others their figures."""
+        """All rounds; one record for each side and workload.
+
+        A side that fails leaves the others their figures, an interrupt (SIGINT, SIGTERM) those of the rounds so far.
+        """
         try:
             if self.stay:
                 for side in self.sides:
@@ -197,6 +201,9 @@ class Session:
                 last = number == self.arguments.repeats - 1
                 for side in list(self.sides if number % 2 == 0 else reversed(self.sides)):
                     self.attempt(side, lambda side, last=last: self.turn(side, last))
+        except KeyboardInterrupt:
+            say(f"{self.mode}: interrupted")
+            self.interrupted = True
         finally:
             for engine in self.engines.values():
                 engine.close()
@@ -332,14 +339,18 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no engine outlives us
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no engine outlives us
     arguments = parser().parse_args()
     if arguments.worker:
         worker(json.loads(arguments.worker))
         return 0
     check(arguments)
     arguments.logs.mkdir(parents=True, exist_ok=True)
-    records = [record for mode in arguments.modes for record in Session(arguments, mode).run()]
+    records: list[dict[str, Any]] = []
+    for session in (Session(arguments, mode) for mode in arguments.modes):
+        records += session.run()
+        if session.interrupted:
+            break
     add_ratios(records)
     show(records)
     document = {
@@ -354,7 +365,7 @@ def main() -> int:
         arguments.output.write_text(text, encoding="utf-8")
     else:
         print(text)
-    return 0 if records else 1
+    return 130 if session.interrupted else int(not records)
 
 
 if __name__ == "__main__":

@@ -160,6 +160,27 @@ def test_an_implementation_that_is_not_available_is_not_checked() -> None:
     assert not report.ok, "nothing was checked"
 
 
+def test_an_interrupt_leaves_a_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check = Kit.check
+
+    def interrupted(kit: Kit, item: Any) -> Any:
+        if item.impl.op_name == "attention_backend":
+            raise KeyboardInterrupt
+        return check(kit, item)
+
+    monkeypatch.setattr(Kit, "check", interrupted)
+    names = [f"--op={name}" for name in ("gelu_and_mul", "attention_backend", "moe_sum")]
+    file = tmp_path / "report.xml"
+    assert main(["conformance", "vllm-fl-reference", *names, "--tokens", "1", "--junit", str(file)]) == 130
+    out = " ".join(capsys.readouterr().out.split())
+    assert "│ gelu_and_mul │ reference.torch │" in out
+    assert "Interrupted; not checked: attention_backend reference.torch, moe_sum reference.torch" in out
+    cases = {case.get("name"): case.find("failure") is not None for case in ET.parse(file).iter("testcase")}
+    assert (cases["reference.torch[accuracy]"], cases["moe_sum reference.torch"]) == (False, True)
+
+
 def test_the_mark_of_a_reference_based_operator_survives_wrapping() -> None:
     import functools
 

@@ -150,14 +150,21 @@ def run(
 ) -> Report:
     """Check everything that `bundles` bring; arguments and errors are those of :class:`Kit`.
 
+    An interrupt ends the checks, and the report says what is left.
+
     Args:
         progress: told what comes next.
     """
     kit = Kit(bundles, options, allow)
     report = Report(kit.options.device, installed_versions(bundles))
-    for item in kit.items():
-        progress(item.name)
-        report.subjects.append(kit.check(item))
+    items = kit.items()
+    try:
+        for item in items:
+            progress(item.name)
+            report.subjects.append(kit.check(item))
+    except KeyboardInterrupt:
+        report.left = [item.name for item in items[len(report.subjects) :]]
+        return report
     report.stale = kit.stale()
     return report
 

@@ -42,6 +42,8 @@ def show(report: Report, console: Console) -> None:
                 console.print(Text(f"    {line}"))
     for line in [*_unavailable(report), *report.stale]:
         console.print(Text(line))
+    if report.left:
+        console.print(Text(f"\nInterrupted; not checked: {', '.join(report.left)}", style="bold"))
     counts = ", ".join(f"{count} {name}" for name, count in report.counts().items() if count)
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     console.print(Text(f"\nChecks: {counts or 'none'}. {versions}."))
@@ -102,13 +104,15 @@ def badge(report: Report) -> str:
 
 
 def write_junit(report: Report, path: Path) -> None:
-    """Write one test case a check; stale entries of the allow-list are failures of their own."""
+    """Write one test case a check; stale entries of the allow-list, and what is left, are failures of their own."""
     counts = report.counts()
+    others = [("allow-list", line) for line in report.stale]
+    others += [("interrupted", f"{name}: not checked") for name in report.left]
     suite = ET.Element(
         "testsuite",
         name="vllm-fl conformance",
-        tests=str(sum(counts.values()) + len(report.stale)),
-        failures=str(counts["failed"] + len(report.stale)),
+        tests=str(sum(counts.values()) + len(others)),
+        failures=str(counts["failed"] + len(others)),
         errors="0",
         skipped=str(counts["skipped"] + counts["known gap"]),
         time=f"{sum(subject.seconds for subject in report.subjects):.3f}",
@@ -124,8 +128,8 @@ def write_junit(report: Report, path: Path) -> None:
             ET.SubElement(case, "failure", message=_printable(first)).text = _printable(result.summary())
         elif result.status is not Status.PASSED:
             ET.SubElement(case, "skipped", message=_printable("; ".join(result.notes)))
-    for line in report.stale:
-        case = ET.SubElement(suite, "testcase", classname="allow-list", name=line.partition(": ")[0])
+    for owner, line in others:
+        case = ET.SubElement(suite, "testcase", classname=owner, name=line.partition(": ")[0])
         ET.SubElement(case, "failure", message=line)
     path.parent.mkdir(parents=True, exist_ok=True)
     tree = ET.ElementTree(ET.Element("testsuites"))

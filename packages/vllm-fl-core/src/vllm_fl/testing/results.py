@@ -151,18 +151,21 @@ class Report:
         versions: of the distributions that matter.
         subjects: what was checked.
         stale: entries of the allow-list that nothing needed, and that therefore fail.
+        left: what an interrupt left unchecked.
     """
 
     device: str
     versions: dict[str, str] = field(default_factory=dict)
     subjects: list[Subject] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed and something ran."""
+        """Whether nothing failed, something ran, and nothing was left."""
         statuses = {subject.status for subject in self.subjects}
-        return Status.FAILED not in statuses and statuses - {Status.SKIPPED} != set() and not self.stale
+        is_good = Status.FAILED not in statuses and statuses - {Status.SKIPPED} != set()
+        return is_good and not self.stale and not self.left
 
     @property
     def operators(self) -> list[Subject]:
@@ -188,6 +191,7 @@ class Report:
             "versions": self.versions,
             "counts": self.counts(),
             "stale": self.stale,
+            "left": self.left,
             "subjects": [_subject(subject) for subject in self.subjects],
         }
 

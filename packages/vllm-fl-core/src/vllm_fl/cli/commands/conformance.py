@@ -92,7 +92,7 @@ def conformance(
         else:
             show(report, console())
         if not report.ok:
-            raise typer.Exit(Exit.FAILED)
+            raise typer.Exit(Exit.INTERRUPTED if report.left else Exit.FAILED)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
