@@ -1,12 +1,12 @@
 """Throughput of vLLM on a GPU: native, with this project's 100 % Triton selection, and with the vendor mix; in one run.
 
     python benchmarks/serving_parity.py MODEL [--workloads decode,prefill,latency] [--modes compiled,eager]
-        [--sides native,triton,vendor,mixed] [--repeats 3] [--resident | --devices 0,1] [--coverage decode]
+        [--sides native,triton,triton-mm,vendor,mixed] [--repeats 3] [--resident | --devices 0,1] [--coverage decode]
         [--output FILE]
 
 MODEL is a folder with a config.json; the weights are random. All sides run the same vLLM: `native` with its plug-ins
 switched off, `vendor` with the platform's own selection, `triton` with the file policies/nvidia-triton-MODE.yaml,
-`mixed` with policies/nvidia-mixed.yaml.
+`triton-mm` the same with FlagGems' matrix products in the place of ATen's, `mixed` with policies/nvidia-mixed.yaml.
 The sides take turns, in alternating order, so that drift hits all alike. With --resident all engines of a mode start
 together and stay loaded, each with --kv-cache-gib for its cache; otherwise each turn of a side loads its engine again
 (from its compile cache after the first time), for models of which only one fits. With --devices each side stays loaded
@@ -35,7 +35,10 @@ from typing import Any
 from sides import Engine, Side, WorkerError, machine, requests, version
 
 POLICIES = Path(__file__).parent / "policies"
-SIDES = ("native", "triton", "vendor", "mixed")
+SIDES = ("native", "triton", "vendor", "mixed")  # by default
+ALLOWED_SIDES = (*SIDES, "triton-mm")
+#: ATen's functions that `triton-mm` replaces by FlagGems'.
+MATRIX_PRODUCTS = ("mm", "addmm", "bmm")
 MODES = ("compiled", "eager")
 
 
@@ -161,9 +164,13 @@ def _profiled(llm: Any, workload: Workload, folder: Path) -> dict[str, Any]:
 
 def environment(side: str, mode: str, device: str | None) -> dict[str, str]:
     """What makes the side; the same vLLM and the same packages in all. `device`: the one it may use; None: all."""
+    from vllm_fl.catalog import CATALOG
+
+    triton = {"VLLM_FL_CONFIG": str(POLICIES / f"nvidia-triton-{mode}.yaml")}
     own = {
         "native": {"VLLM_PLUGINS": ""},
-        "triton": {"VLLM_FL_CONFIG": str(POLICIES / f"nvidia-triton-{mode}.yaml")},
+        "triton": triton,
+        "triton-mm": {**triton, "VLLM_FL_FLAGOS_WHITELIST": ",".join([*CATALOG, *MATRIX_PRODUCTS])},
         "mixed": {"VLLM_FL_CONFIG": str(POLICIES / "nvidia-mixed.yaml")},
     }
     visible = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
@@ -302,7 +309,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("model", nargs="?", type=Path, help="folder with a config.json")
     top.add_argument("--workloads", default="decode", help=f"comma-separated, of {', '.join(WORKLOADS)}")
     top.add_argument("--modes", default="compiled", help=f"comma-separated, of {', '.join(MODES)}")
-    top.add_argument("--sides", default=",".join(SIDES), help=f"comma-separated, of {', '.join(SIDES)}")
+    top.add_argument("--sides", default=",".join(SIDES), help=f"comma-separated, of {', '.join(ALLOWED_SIDES)}")
     top.add_argument("--repeats", type=int, default=3, help="measured rounds of each side, at least 3 (default: 3)")
     top.add_argument("--resident", action="store_true", help="keep all engines of a mode loaded")
     top.add_argument("--devices", default="", metavar="N,N", help="a device for each side, which stays loaded there")
@@ -317,7 +324,7 @@ def parser() -> argparse.ArgumentParser:
 
 def check(arguments: argparse.Namespace) -> None:
     """Judges the arguments before anything is started."""
-    for option, allowed in (("workloads", WORKLOADS), ("modes", MODES), ("sides", SIDES)):
+    for option, allowed in (("workloads", WORKLOADS), ("modes", MODES), ("sides", ALLOWED_SIDES)):
         values = [value.strip() for value in getattr(arguments, option).split(",")]
         for value in values:
             if value not in allowed:

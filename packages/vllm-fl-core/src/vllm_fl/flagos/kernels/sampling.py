@@ -6,7 +6,7 @@ these, and writes minus infinity over all others; the list is short enough to be
 
 Where the guess failed, or more entries stay than the list has room for, further passes narrow an interval of values.
 Each weighs what lies above some values inside it, by number (top k) or by probability (top p), and keeps the part that
-holds the threshold; it ends when the list has room for the rest, or one entry is left in the interval.
+holds the threshold, until the list has room for what is left in the interval, or that is one entry.
 
 One program a row. The order of float32 values is that of their bits, read as integers: their keys. Any device.
 """
