@@ -121,10 +121,10 @@ def compare(folder: Path, name: str, model: Any) -> Iterator[dict[str, Any]]:
             native, base = answers, distance
         elif native:
             line |= beside_native(native, answers, hasattr(model.config, "num_experts"))
-            further = {what: f"{distance[what] / base[what]:.3f}" for what in distance}
-            line["times as far as native"] = further
-            if any(float(further[what]) > most for what, most in NO_FURTHER.items()):
-                line["error"] = f"further from float32 than native vLLM; {NO_FURTHER} times are allowed"
+            line["times as far as native"] = further = {what: distance[what] / base[what] for what in distance}
+            if any(further[what] > most for what, most in NO_FURTHER.items()):
+                problem = f"further from float32 than native vLLM; {NO_FURTHER} times are allowed"
+                line["error"] = "; ".join(filter(None, (line.get("error"), problem)))
         yield line
 
 

@@ -79,14 +79,13 @@ class PagedKernelMixin:
         own: Any = self  # the attributes are those of vLLM's class
         self._window = own.sliding_window[0] + 1  # vLLM's does not count the token itself; -1 is none
         self._soft_cap = float(own.logits_soft_cap or 0.0)
+        # The tile and the number of splits, and so the order of sums, depend on the batch.
+        self._is_simple = own.alibi_slopes is None and own.head_size <= 256 and not envs.VLLM_BATCH_INVARIANT
         self._is_common = (
-            own.attn_type == AttentionType.DECODER
-            and own.alibi_slopes is None
+            self._is_simple
+            and own.attn_type == AttentionType.DECODER
             and getattr(own, "chunk_lookback", -1) < 0
             and own.kv_cache_dtype in _CACHE_DTYPES
-            and own.head_size <= 256
-            # The number of splits, and so the order of sums, depends on the batch.
-            and not envs.VLLM_BATCH_INVARIANT
         )
         self._caches: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -134,12 +133,10 @@ class FlagosAttentionImpl(PagedKernelMixin, TritonAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_encoder = (
-            self.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
-            and len(set(self.sliding_window)) == 1
-            and self.alibi_slopes is None
+            self._is_simple
+            and self.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+            and len(set(self.sliding_window)) == 1  # as far to both sides
             and self.sinks is None
-            and self.head_size <= 256
-            and not envs.VLLM_BATCH_INVARIANT
         )
 
     def do_kv_cache_update(

@@ -44,10 +44,16 @@ def _weights(weight, channel, inside, w_channel, w_tap, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _where(condition, channel, channels):
+    """Which channels there are, if a scalar condition holds. Triton's interpreter has no `&` of vector and scalar."""
+    return channel < tl.where(condition, channels, 0)
+
+
+@triton.jit
 def _past(rows, state, in_state, token, begin, x_token, s_tap, channel, channels, has_state):
     """A token of a sequence that begins at `begin`, in float32; one before it is column `in_state` of the state."""
-    is_there = channel < tl.where(token >= begin, channels, 0)
-    was_there = channel < tl.where(has_state & (token < begin), channels, 0)
+    is_there = _where(token >= begin, channel, channels)
+    was_there = _where(has_state & (token < begin), channel, channels)
     x = tl.load(rows + token.to(tl.int64) * x_token, mask=is_there, other=0.0).to(tl.float32)
     return x + tl.load(state + in_state * s_tap, mask=was_there, other=0.0).to(tl.float32)
 
@@ -87,12 +93,12 @@ def _convolve(
                 window += (_past(rows, state, past, token, begin, x_token, s_tap, channel, channels, has_state),)
             new = ()  # all loads come before the first store, which they would wait for
             for later in tl.static_range(TOKENS):
-                is_there = channel < tl.where(first + later < end, channels, 0)
+                is_there = _where(first + later < end, channel, channels)
                 new += (tl.load(rows + (first + later).to(tl.int64) * x_token, mask=is_there, other=0.0),)
             for later in tl.static_range(TOKENS):
                 window += (new[later].to(tl.float32),)
                 y = _finish(_sum_of_products(window, taps, WIDTH), bias, channel, inside, HAS_BIAS, SILU)
-                is_there = channel < tl.where(first + later < end, channels, 0)
+                is_there = _where(first + later < end, channel, channels)
                 tl.store(results + later * channels, y.to(out.dtype.element_ty), mask=is_there)
                 window = window[1:]
             if (number == 0) & (end > begin):
@@ -105,7 +111,7 @@ def _convolve(
         else:
             nothing = tl.zeros((CHANNELS,), out.dtype.element_ty)
             for later in tl.static_range(TOKENS):
-                is_there = channel < tl.where(first + later < end, channels, 0)
+                is_there = _where(first + later < end, channel, channels)
                 tl.store(results + later * channels, nothing, mask=is_there)
 
 

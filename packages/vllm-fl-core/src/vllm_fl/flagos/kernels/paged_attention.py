@@ -343,7 +343,7 @@ def _shape(
 
 
 def _attend_queries(
-    tensors: tuple[Tensor | None, ...],
+    tensors: tuple[Any, ...],
     strides: tuple[int, ...],
     shape: dict[str, Any],
     scale: float,
@@ -354,8 +354,6 @@ def _attend_queries(
 ) -> None:
     """Queries of any lengths; the tokens before them are those of requests that have one each."""
     query, key = tensors[:2]
-    assert query is not None
-    assert key is not None
     tile = _tile(max_query_len, shape["D_PAD"], shape["GROUP_PAD"], query)
     block_q = tile.rows // shape["GROUP_PAD"]
     # Each request may end in a block that is not full.

@@ -293,7 +293,7 @@ def _apply_top_k_top_p(
             low, high, lanes, beyond, heavy = _narrow(
                 low, high, lanes, beyond, heavy, keys, counts, tl.sum(counts, 0), limit
             )  # fmt: skip
-            low, high, lanes, beyond, heavy, limit = _search(
+            low, high, lanes, beyond, heavy, _ = _search(
                 row, size, top, floor, low, high, lanes, beyond, heavy, limit, p < 1.0, BLOCK, UNROLL, PIVOTS, CAPACITY,
                 False,
             )  # fmt: skip
