@@ -131,6 +131,25 @@ def test_a_defect_of_ours_is_logged_with_its_traceback_and_raised(
         integration.general_plugin()
 
 
+def test_replacing_aten_needs_our_worker(clean_settings: pytest.MonkeyPatch, logged: Any) -> None:
+    from vllm.platforms import current_platform
+
+    clean_settings.setenv("VLLM_FL_FLAGOS_WHITELIST", "mm")
+    clean_settings.setattr(type(current_platform), "worker_cls", "")
+    clean_settings.setattr(integration, "_warned", set())
+    clean_settings.setattr("vllm_fl.integration.layers.register", lambda native_vendor: None)
+    reset_settings()
+    integration.general_plugin()
+    assert logged == [
+        (
+            "WARNING",
+            "no ATen function is replaced, although flagos_whitelist names ATen functions (environment variable"
+            " VLLM_FL_FLAGOS_WHITELIST): the platform ReferencePlatform names no worker_cls with FLWorkerMixin, which"
+            " does it",
+        )
+    ]
+
+
 def test_the_general_plugin_may_be_called_again() -> None:
     from vllm.model_executor.custom_op import op_registry_oot
 

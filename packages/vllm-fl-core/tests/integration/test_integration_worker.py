@@ -13,6 +13,7 @@ from vllm.config import CompilationMode, CUDAGraphMode
 from vllm_fl.dispatch import bind, get_default_manager, oplist, reset_default_manager, set_global_policy
 from vllm_fl.dispatch.policy import SelectionPolicy
 from vllm_fl.errors import FrozenError
+from vllm_fl.flagos.aten import asked_for
 from vllm_fl.integration import worker as worker_module
 from vllm_fl.integration.platform import FINGERPRINT_KEY
 from vllm_fl.integration.worker import FLWorkerMixin
@@ -59,6 +60,16 @@ def start(worker: Worker) -> Worker:
 
 def test_the_selection_is_stamped_before_the_model_is_loaded() -> None:
     assert start(Worker(CompilationMode.NONE)).log == ["load True"]
+
+
+def test_flaggems_is_asked_to_replace_aten_before_the_model_is_loaded(clean_settings: pytest.MonkeyPatch) -> None:
+    clean_settings.setenv("USE_FLAGGEMS", "1")
+    worker = Worker(CompilationMode.NONE)
+    clean_settings.setattr(worker_module, "enable_aten", lambda settings: worker.log.append(str(asked_for(settings))))
+    assert start(worker).log == [
+        "(True, 'use_flaggems is on (environment variable USE_FLAGGEMS)')",
+        "load True",
+    ]
 
 
 def test_logs_and_traces_are_those_of_the_rank() -> None:

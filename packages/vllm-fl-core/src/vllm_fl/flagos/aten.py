@@ -57,8 +57,8 @@ def enable_aten(settings: Settings) -> AtenReplacement:
 
 
 def _enable(settings: Settings) -> AtenReplacement:
-    wanted, reason = _wanted(settings)
-    if not wanted:
+    asked, reason = asked_for(settings)
+    if not asked:
         return AtenReplacement((), reason)
     available = flaggems_aten()
     if not available:
@@ -83,7 +83,8 @@ def _enable(settings: Settings) -> AtenReplacement:
     return AtenReplacement(names, reason)
 
 
-def _wanted(settings: Settings) -> tuple[bool, str]:
+def asked_for(settings: Settings) -> tuple[bool, str]:
+    """Whether `settings` ask for any replacement, and why so."""
     if not settings.prefer_enabled:
         return False, f"vllm-fl is switched off ({settings.origin('prefer_enabled')})"
     if not settings.use_flaggems:

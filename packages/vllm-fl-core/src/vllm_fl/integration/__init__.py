@@ -103,6 +103,7 @@ def general_plugin() -> None:
         layers.selected(get_settings())  # for its errors
     else:
         layers.register(current_platform.native_vendor)
+        _warn_of_unreplaced_functions(current_platform)
 
 
 def _warn_if_passed_over(platform: object) -> None:
@@ -124,6 +125,18 @@ def _warn_of_unused_communicator(platform: object) -> None:
                 f" {type(platform).__qualname__}, with its own communicator; install the distribution of this device"
                 " (such as vllm-fl-nvidia), or unset the variable"
             )
+
+
+def _warn_of_unreplaced_functions(platform: object) -> None:
+    from vllm_fl.config import get_settings
+    from vllm_fl.flagos.aten import asked_for
+
+    asked, reason = asked_for(get_settings())
+    if asked:
+        _warn_once(
+            f"no ATen function is replaced, although {reason}: the platform {type(platform).__qualname__} names no"
+            " worker_cls with FLWorkerMixin, which does it"
+        )
 
 
 def _warn_of_version() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
+from vllm_fl.config import get_settings
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.oplist import set_rank
+from vllm_fl.flagos.aten import enable_aten
 from vllm_fl.tune.table import use_tuned
 
 from .platform import stamp_selection
@@ -23,8 +25,8 @@ _with_graphs: weakref.WeakSet[FLWorkerMixin] = weakref.WeakSet()
 class FLWorkerMixin:
     """Ties the selection of operators to the life of the worker.
 
-    The layers are replaced and the selection of this very process enters the compile-cache key before the model is
-    built; it is frozen while there are graphs that contain it. The ``fl_*`` methods answer ``collective_rpc`` by name.
+    The layers, and where it is asked for ATen's functions, are replaced and the selection of this very process enters
+    the compile-cache key before the model is built; it is frozen while there are graphs that contain it. The ``fl_*`` methods answer ``collective_rpc`` by name.
     """
 
     vllm_config: Any
@@ -36,6 +38,7 @@ class FLWorkerMixin:
         parallel = self.vllm_config.parallel_config
         set_rank(parallel.data_parallel_rank * parallel.world_size + self.rank)
         use_tuned(self.vllm_config)
+        enable_aten(get_settings())
         native_vendor = getattr(current_platform, "native_vendor", None)
         layers.register(native_vendor)
         if native_vendor is None or not layers.are_served_by(native_vendor, "apply_top_k_top_p"):
