@@ -131,9 +131,15 @@ def _check(settings: Settings, table: Mapping[str, Any]) -> None:
 
 @functools.cache
 def flagos_operators() -> frozenset[str] | None:
-    """Every name that the white- and blacklist of kind flagos may hold; None if FlagGems is not installed.
+    """Every name that the white- and blacklist of kind flagos may hold; None if FlagGems is not installed."""
+    table = flaggems_table()
+    return None if table is None else frozenset({*CATALOG, *_table(table)})
 
-    FlagGems' names are read from its source, since importing it initialises the device.
+
+def flaggems_table() -> list[tuple[str, str]] | None:
+    """(ATen function and overload, FlagGems' function) that FlagGems can replace; None if it is not installed.
+
+    Read from its source, since importing it initialises the device.
     """
     try:
         spec = importlib.util.find_spec("flag_gems")
@@ -141,8 +147,7 @@ def flagos_operators() -> frozenset[str] | None:
         return None
     if spec is None or spec.origin is None:
         return None
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    return frozenset({*CATALOG, *_table(_entries(tree))})
+    return list(_entries(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))))
 
 
 def _entries(tree: ast.Module) -> Iterable[tuple[str, str]]:

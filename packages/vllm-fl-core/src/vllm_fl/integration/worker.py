@@ -25,8 +25,9 @@ _with_graphs: weakref.WeakSet[FLWorkerMixin] = weakref.WeakSet()
 class FLWorkerMixin:
     """Ties the selection of operators to the life of the worker.
 
-    The layers, and where it is asked for ATen's functions, are replaced and the selection of this very process enters
-    the compile-cache key before the model is built; it is frozen while there are graphs that contain it. The ``fl_*`` methods answer ``collective_rpc`` by name.
+    The layers are replaced, ATen's functions too where that is asked for, and the selection of this very process enters
+    the compile-cache key before the model is built; it is frozen while there are graphs that contain it. The ``fl_*``
+    methods answer ``collective_rpc`` by name.
     """
 
     vllm_config: Any
