@@ -1,10 +1,10 @@
 """FlagGems in place of PyTorch's own ATen functions; called in workers, once a process.
 
 Nothing is replaced unless it is asked for: by a whitelist (``flagos_whitelist``) that names FlagGems' functions, or by
-setting ``use_flaggems`` (``USE_FLAGGEMS``) to true in any layer above the defaults, which replaces all but those of
-:data:`LEFT_OUT` and of the blacklist. A name is that of a FlagGems function (``mm_out``) or of an ATen function
-(``mm``, which means all its overloads). A name that the operator catalogue has (``rms_norm``) means the operator,
-never ATen.
+setting ``use_flaggems`` (``USE_FLAGGEMS``) to true in any layer above the defaults, which replaces those of
+:data:`REPLACED` that the blacklist does not name. A name is that of a FlagGems function (``mm_out``) or of an ATen
+function (``mm``, which means all its overloads). A name that the operator catalogue has (``rms_norm``) means the
+operator, never ATen.
 """
 
 from __future__ import annotations
@@ -20,14 +20,33 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.catalog import CATALOG
 from vllm_fl.logging import get_logger
 
-from .availability import flaggems_aten
+from .availability import flaggems_aten, flaggems_version
 
 if TYPE_CHECKING:
     from vllm_fl.config import Settings
 
-#: Not replaced unless the whitelist names them. A launch of the elementwise ones costs the host several times what
-#: PyTorch's does, and addmm is known to fail in graph capture on some devices.
-LEFT_OUT = ("add", "addmm", "full", "ones", "zeros")
+#: FlagGems' functions that ``use_flaggems`` puts in place of ATen's: those of release CHECKED that computed what
+#: PyTorch's did on an H200, with strided, broadcast and empty arguments too (benchmarks/flaggems_aten.py). The others
+#: differ, draw random numbers, or are not reached by that comparison.
+REPLACED = frozenset(
+    """
+    abs abs_ acos add_ addcmul addmv addr alias_copy all all_dims allclose angle any_dims arange arange_start asinh_
+    atan atan_ avg_pool2d baddbmm bitwise_and_tensor bitwise_and_tensor_ bitwise_not bitwise_not_ bitwise_or_tensor
+    bitwise_or_tensor_ bmm cat ceil ceil_ celu celu_ clamp_min_ clamp_tensor clamp_tensor_ constant_pad_nd copy_ cos
+    cos_ cosh cosh_ count_nonzero diag_embed digamma_ elu elu_ embedding eq equal erf_ exp exp2 exp2_ exp_ expm1
+    expm1_ eye eye_m fill_scalar flip fmin full_like ge gelu glu gt hypot i0 isin isinf isnan isneginf le
+    lerp_scalar lerp_scalar_ lerp_tensor lerp_tensor_ log10 log10_ log1p_ logaddexp logical_and logical_and_
+    logical_not logical_or logical_or_ logical_xor logit_ logspace lt masked_fill_ masked_select max maximum mean
+    min minimum mse_loss mul_ mv ne ne_scalar neg neg_ nonzero ones_like pixel_unshuffle reciprocal reciprocal_
+    reflection_pad1d reflection_pad2d relu remainder remainder_ replication_pad1d roll rsqrt rsqrt_ sgn_ sigmoid
+    sigmoid_ signbit silu silu_ sin sin_ soft_margin_loss softplus softshrink sort_stable stack std sub sub_ sum
+    t_copy tan tan_ tanh tanh_ threshold to_copy trace tril triu triu_ true_divide true_divide_ vdot vector_norm
+    where_self zeros_like
+    """.split()  # noqa: SIM905  a line each, or no quotes: this can be read
+)
+#: As right, but replaced only where the whitelist names them: a launch costs the host several times PyTorch's.
+SLOW = frozenset({"add", "full", "ones", "zeros"})
+CHECKED = "5.0.2"
 
 _done: dict[str, AtenReplacement] = {}
 
@@ -73,10 +92,8 @@ def _enable(settings: Settings) -> AtenReplacement:
     table = _table((entry[0], entry[1].__name__) for entry in flag_gems._FULL_CONFIG)
     _check(settings, table)
     functions = _chosen(settings, table)
-    if settings.flagos_whitelist is None:
-        everything = set().union(*table.values())
-        flag_gems.enable(unused=sorted(everything - functions))
-    elif functions:
+    _warn_of_unchecked(functions, reason)
+    if functions:
         flag_gems.only_enable(include=sorted(functions))
     names = tuple(sorted(set(flag_gems.all_registered_ops()))) if functions else ()
     get_logger(__name__).info("FlagGems replaces %d ATen functions, since %s", len(names), reason)
@@ -109,7 +126,20 @@ def _chosen(settings: Settings, table: Mapping[str, frozenset[str]]) -> set[str]
     denied = functions(settings.flagos_blacklist)
     if settings.flagos_whitelist is not None:
         return functions(settings.flagos_whitelist) - denied
-    return set().union(*table.values()) - functions(LEFT_OUT) - denied
+    return (set().union(*table.values()) & REPLACED) - denied
+
+
+def _warn_of_unchecked(functions: set[str], reason: str) -> None:
+    logger = get_logger(__name__)
+    if unchecked := functions - REPLACED - SLOW:
+        logger.warning(
+            "FlagGems' %s compute otherwise than PyTorch for some arguments, or were not compared with it"
+            " (docs/flaggems.md); they are in place of PyTorch's, since %s",
+            ", ".join(sorted(unchecked)),
+            reason,
+        )
+    if functions and (installed := flaggems_version()) != CHECKED:
+        logger.warning("FlagGems %s is installed; its functions were compared with PyTorch's in %s", installed, CHECKED)
 
 
 def _table(entries: Iterable[tuple[str, str]]) -> dict[str, frozenset[str]]:

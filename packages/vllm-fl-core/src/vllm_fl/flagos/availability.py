@@ -150,14 +150,19 @@ def _flaggems(broken_from: tuple[int, int] | None, why: str) -> Availability:
     return AVAILABLE
 
 
+def flaggems_version() -> str | None:
+    """The release that is installed; None if there is none."""
+    return _version(FLAGGEMS)
+
+
 def flaggems_problem() -> str | None:
     """Why FlagGems cannot be imported as far as metadata tells, with the remedy; None if nothing is missing."""
     from vllm_fl.plugins.requirements import requirement_problem
 
-    if _version(FLAGGEMS) is None:
+    if flaggems_version() is None:
         return f"FlagGems is not installed; {INSTALL_FLAGGEMS}"
     problem = requirement_problem(_SQLALCHEMY)
-    return None if problem is None else f"FlagGems {_version(FLAGGEMS)}: {problem}"
+    return None if problem is None else f"FlagGems {flaggems_version()}: {problem}"
 
 
 def describe() -> list[tuple[str, str]]:
@@ -172,7 +177,7 @@ def describe() -> list[tuple[str, str]]:
         ("FlagGems, elementwise kernels", flaggems_pointwise),
         ("FlagGems, ATen functions", flaggems_aten),
     ]
-    rows = [("Triton", triton), ("FlagGems", _version(FLAGGEMS) or f"not installed; {INSTALL_FLAGGEMS}")]
+    rows = [("Triton", triton), ("FlagGems", flaggems_version() or f"not installed; {INSTALL_FLAGGEMS}")]
     for name, check in checks:
         answer = check()
         rows.append((name, f"{'yes' if answer else 'no'}{': ' + answer.reason if answer.reason else ''}"))
