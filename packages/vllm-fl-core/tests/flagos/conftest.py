@@ -12,15 +12,21 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import fake_flag_gems
 import pytest
 from filelock import FileLock
 from kernel_inputs import DEVICE, INTERPRETED
 from simulated_driver import Machine
 
+from vllm_fl.dispatch.types import AVAILABLE
+from vllm_fl.flagos import aten, availability, flaggems
 from vllm_fl.flagos.kernels import launch
+from vllm_fl.plugins import PlatformChoice
 
 FOLDER = Path(__file__).parent
 REPORTS = "FLAGOS_TEST_REPORTS"  # names the file that the child writes its reports to
@@ -40,6 +46,29 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """A simulated driver in the place of Triton's."""
     assert launch.is_expected(), "this Triton calls compiled kernels in another way"
     return Machine(monkeypatch)
+
+
+@pytest.fixture
+def flag_gems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
+    """The stand-in, as an installed FlagGems that nothing has imported yet."""
+    module = fake_flag_gems.make()
+    monkeypatch.setitem(sys.modules, "flag_gems", module)
+    for name in ("GEMS_VENDOR", "FLAGGEMS_DB_URL", "RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")  # so that what the import sets is taken back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("FLAGGEMS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("vllm_fl.plugins.resolve_platform", lambda: PlatformChoice(None, "none"))
+    monkeypatch.setattr(
+        availability, "triton_info", lambda: availability.TritonInfo("3.6.0", "triton 3.6.0", False, ("acme",))
+    )
+    monkeypatch.setattr(aten, "flaggems_aten", lambda: AVAILABLE)
+    monkeypatch.setattr(aten, "flaggems_version", lambda: aten.CHECKED)
+    monkeypatch.setattr(aten, "REPLACED", frozenset({"mm", "mm_out", "a function that this FlagGems lacks"}))
+    aten._done.clear()
+    flaggems._import.cache_clear()
+    yield module
+    flaggems._import.cache_clear()
+    aten._done.clear()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""The wrappers around FlagGems: what they hand over, what they refuse, what they replace in ATen.
+"""The wrappers around FlagGems: what they hand over, what they refuse.
 
 FlagGems itself needs a device. Without one a stand-in takes its place, so that layouts, orders of arguments and
 refusals are tested; with one, and FlagGems installed, its own kernels are compared with the reference.
@@ -8,51 +8,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-import fake_flag_gems
 import pytest
 import torch
 from kernel_inputs import DEVICE, check, cut, maker, reference
 
 from vllm_fl.catalog import CATALOG
 from vllm_fl.catalog.inputs.moe import make_routes
-from vllm_fl.config import ConfigProblems, Origin, Settings
-from vllm_fl.dispatch.types import AVAILABLE, Availability
-from vllm_fl.flagos import aten, availability, flaggems
+from vllm_fl.flagos import flaggems
 from vllm_fl.flagos.register import FLAGGEMS_OPERATORS
 from vllm_fl.plugins import PlatformChoice, load_object
-
-USE_FLAGGEMS = Origin("environment", "environment variable USE_FLAGGEMS")
-WHITELIST = Origin("environment", "environment variable VLLM_FL_FLAGOS_WHITELIST")
-BLACKLIST = Origin("file", "my.yaml:3:1")
-
-
-@pytest.fixture
-def flag_gems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
-    """The stand-in, as an installed FlagGems that nothing has imported yet."""
-    module = fake_flag_gems.make()
-    monkeypatch.setitem(sys.modules, "flag_gems", module)
-    for name in ("GEMS_VENDOR", "FLAGGEMS_DB_URL", "RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "")  # so that what the import sets is taken back
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("FLAGGEMS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("vllm_fl.plugins.resolve_platform", lambda: PlatformChoice(None, "none"))
-    monkeypatch.setattr(
-        availability, "triton_info", lambda: availability.TritonInfo("3.6.0", "triton 3.6.0", False, ("acme",))
-    )
-    monkeypatch.setattr(aten, "flaggems_aten", lambda: AVAILABLE)
-    monkeypatch.setattr(aten, "flaggems_version", lambda: aten.CHECKED)
-    monkeypatch.setattr(aten, "REPLACED", frozenset({"mm", "mm_out", "a function that this FlagGems lacks"}))
-    aten._done.clear()
-    flaggems._import.cache_clear()
-    yield module
-    flaggems._import.cache_clear()
-    aten._done.clear()
-
 
 usefixtures = pytest.mark.usefixtures("flag_gems")
 
@@ -276,119 +244,6 @@ def test_an_import_that_fails_is_a_refusal_and_said_once(monkeypatch: pytest.Mon
             flaggems.silu_and_mul(ROWS)
         assert str(caught.value) == reason
     assert warnings == [f"FlagGems is not used: {reason}"]
-
-
-def settings(**values: Any) -> Settings:
-    places = {"use_flaggems": USE_FLAGGEMS, "flagos_whitelist": WHITELIST, "flagos_blacklist": BLACKLIST}
-    origins: dict[tuple[str, ...], Origin] = {(key,): places[key] for key in values if key in places}
-    for key in ("flagos_whitelist", "flagos_blacklist"):
-        origins.update({(key, name): places[key] for name in values.get(key) or ()})
-    return Settings(**values, origins=origins)
-
-
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
-        ({}, "neither use_flaggems (USE_FLAGGEMS) nor flagos_whitelist is set"),
-        ({"flagos_blacklist": frozenset({"mm"})}, "neither use_flaggems (USE_FLAGGEMS) nor flagos_whitelist is set"),
-        ({"use_flaggems": False}, f"use_flaggems is off ({USE_FLAGGEMS})"),
-        ({"use_flaggems": False, "flagos_whitelist": frozenset({"mm"})}, f"use_flaggems is off ({USE_FLAGGEMS})"),
-        ({"prefer_enabled": False, "use_flaggems": True}, "vllm-fl is switched off (default)"),
-        (
-            {"flagos_whitelist": frozenset({"rms_norm", "silu_and_mul"})},
-            f"flagos_whitelist names no ATen function ({WHITELIST})",
-        ),
-    ],
-)
-def test_aten_stays(flag_gems: Any, values: dict[str, Any], reason: str) -> None:
-    assert aten.enable_aten(settings(**values)) == aten.AtenReplacement((), reason)
-    assert flag_gems.registered == []
-
-
-@pytest.mark.parametrize(
-    ("values", "functions"),
-    [
-        ({"use_flaggems": True}, ["mm", "mm_out"]),
-        ({"use_flaggems": True, "flagos_blacklist": frozenset({"mm"})}, []),
-        ({"use_flaggems": True, "flagos_blacklist": frozenset({"mm_out"})}, ["mm"]),
-        ({"flagos_whitelist": frozenset({"mm", "rms_norm"})}, ["mm", "mm_out"]),
-        ({"flagos_whitelist": frozenset({"addmm_out", "zeros"})}, ["addmm_out", "zeros"]),
-        ({"flagos_whitelist": frozenset({"mm"}), "flagos_blacklist": frozenset({"mm_out"})}, ["mm"]),
-        ({"flagos_whitelist": frozenset({"mm"}), "flagos_blacklist": frozenset({"mm"})}, []),
-    ],
-)
-def test_aten_is_replaced(flag_gems: Any, values: dict[str, Any], functions: list[str]) -> None:
-    assert aten.enable_aten(settings(**values)).functions == tuple(functions)
-    assert sorted(flag_gems.registered) == functions
-
-
-@usefixtures
-def test_functions_that_differ_from_pytorch_are_named(warnings: list[str]) -> None:
-    done = aten.enable_aten(settings(flagos_whitelist=frozenset({"mm", "zeros", "_softmax", "addmm"})))
-    assert done.functions == ("addmm", "addmm_out", "mm", "mm_out", "softmax", "zeros")
-    assert warnings == [
-        "FlagGems' addmm, addmm_out, softmax compute otherwise than PyTorch for some arguments, or were not compared"
-        " with it (docs/flaggems.md); they are in place of PyTorch's, since flagos_whitelist names ATen functions"
-        f" ({WHITELIST})"
-    ]
-
-
-@usefixtures
-def test_another_release_than_the_compared_one_is_named(monkeypatch: pytest.MonkeyPatch, warnings: list[str]) -> None:
-    monkeypatch.setattr(aten, "flaggems_version", lambda: "6.0")
-    aten.enable_aten(settings(use_flaggems=True))
-    assert warnings == ["FlagGems 6.0 is installed; its functions were compared with PyTorch's in 5.0.2"]
-
-
-def test_aten_is_replaced_once(flag_gems: Any) -> None:
-    first = aten.enable_aten(settings(flagos_whitelist=frozenset({"mm"})))
-    assert aten.enable_aten(settings(use_flaggems=True)) is first
-    assert flag_gems.registered == ["mm", "mm_out"]
-
-
-@usefixtures
-def test_unknown_names_are_errors() -> None:
-    with pytest.raises(ConfigProblems) as caught:
-        aten.enable_aten(settings(flagos_whitelist=frozenset({"mm", "sofmax"})))
-    assert "environment variable VLLM_FL_FLAGOS_WHITELIST" in str(caught.value)
-    assert "unknown flagos operator 'sofmax'" in str(caught.value)
-    assert "did you mean 'softmax'?" in str(caught.value)
-
-
-@usefixtures
-def test_what_cannot_be_replaced_is_said(monkeypatch: pytest.MonkeyPatch, warnings: list[str]) -> None:
-    monkeypatch.setattr(aten, "flaggems_aten", lambda: Availability(False, "FlagGems is not installed; install it"))
-    done = aten.enable_aten(settings(use_flaggems=True))
-    assert done == aten.AtenReplacement((), "FlagGems is not installed; install it")
-    assert warnings == [
-        f"no ATen function is replaced, although use_flaggems is on ({USE_FLAGGEMS}): "
-        "FlagGems is not installed; install it"
-    ]
-
-
-def test_names_are_read_from_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    package = tmp_path / "flag_gems"
-    package.mkdir()
-    source = """
-raise RuntimeError("imported")
-_FULL_CONFIG = (
-    ("mm.out", mm_out),
-    ("ones", ops.ones, lambda: torch_ge("2.4")),
-)
-"""
-    (package / "__init__.py").write_text(source, encoding="utf-8")
-    monkeypatch.delitem(sys.modules, "flag_gems", raising=False)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    aten.flagos_operators.cache_clear()
-    assert aten.flagos_operators() == {*CATALOG, "mm", "mm_out", "ones"}
-    aten.flagos_operators.cache_clear()
-
-
-def test_no_names_without_flaggems(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aten.importlib.util, "find_spec", lambda name: None)
-    aten.flagos_operators.cache_clear()
-    assert aten.flagos_operators() is None
-    aten.flagos_operators.cache_clear()
 
 
 @pytest.mark.parametrize("name", FLAGGEMS_OPERATORS)
