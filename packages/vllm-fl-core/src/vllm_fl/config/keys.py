@@ -63,12 +63,13 @@ KEYS: Mapping[str, Key] = MappingProxyType(
         "use_flaggems": Key(
             "boolean",
             True,
-            "False: no implementation of kind flagos is used and FlagGems is not enabled.",
+            "False: no implementation of kind flagos is used and FlagGems is not enabled. "
+            "Set to true: FlagGems also replaces the functions of ATen that it computes as PyTorch does.",
         ),
         "flagos_whitelist": Key(
             "list",
             None,
-            "Only these operators use flagos. An empty list leaves none.",
+            "Only these operators use flagos; FlagGems replaces ATen functions in it. An empty list leaves none.",
             merging="restriction",
         ),
         "flagos_blacklist": Key(
