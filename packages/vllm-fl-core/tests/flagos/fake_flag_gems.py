@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+import torch
 from kernel_inputs import reference
 from torch import Tensor
 from torch.nn import functional
@@ -66,6 +67,21 @@ def reshape_and_cache_flash(
         for index, slot in enumerate(slot_mapping.tolist()):
             if slot >= 0:
                 flat[slot // block_size, slot % block_size] = source[index]
+
+
+def concat_and_cache_mla(
+    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, scale: Tensor
+) -> None:
+    """Rows are taken to be contiguous, and their length a power of two or more than 512."""
+    tile = min(kv_c.shape[1], 512)
+    assert tile & (tile - 1) == 0
+    assert kv_cache.dtype == kv_c.dtype
+    assert (kv_cache_dtype, scale.numel()) == ("auto", 1)
+    flat = kv_cache.as_strided(kv_cache.shape, (kv_cache.stride(0), kv_cache.stride(1), 1))
+    parts = [rows.as_strided((len(slot_mapping), rows.shape[1]), (rows.stride(0), 1)) for rows in (kv_c, k_pe)]
+    for index, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            flat[slot // kv_cache.shape[1], slot % kv_cache.shape[1]] = torch.cat([rows[index] for rows in parts])
 
 
 def topk_softmax(
@@ -128,6 +144,31 @@ def fused_experts_impl(
     )
 
 
+def apply_repetition_penalties(
+    logits: Tensor, prompt_mask: Tensor, output_mask: Tensor, repetition_penalties: Tensor
+) -> None:
+    assert all(t.is_contiguous() for t in (logits, prompt_mask, output_mask, repetition_penalties))
+    assert prompt_mask.dtype == output_mask.dtype == torch.bool
+    assert logits.numel()
+    reference("apply_repetition_penalties")(logits, prompt_mask, output_mask, repetition_penalties)
+
+
+def per_token_group_quant_fp8(
+    x: Tensor,
+    group_size: int,
+    eps: float = 1e-10,
+    dtype: torch.dtype | None = None,
+    column_major_scales: bool = False,
+    scale_ue8m0: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The second dimension is taken to be the last one."""
+    assert dtype == torch.float8_e4m3fn
+    assert not scale_ue8m0
+    assert x.stride(-1) == 1
+    rows = x.as_strided((x.numel() // x.shape[1], x.shape[1]), (x.stride(0), 1))
+    return reference("per_token_group_quant_fp8")(rows, group_size, eps, column_major_scales, False)
+
+
 def _functions(*names: str) -> dict[str, Any]:
     made = {}
     for name in names:
@@ -161,6 +202,7 @@ def make() -> ModuleType:
     for function in (
         *(silu_and_mul_out, gelu_and_mul, rms_norm, fused_add_rms_norm, apply_rotary_pos_emb),
         *(reshape_and_cache_flash, topk_softmax, grouped_topk, moe_align_block_size, moe_sum, fused_experts_impl),
+        *(concat_and_cache_mla, apply_repetition_penalties, per_token_group_quant_fp8),
     ):
         setattr(module, function.__name__, function)
     module._FULL_CONFIG = FULL_CONFIG

@@ -24,6 +24,7 @@ from vllm_fl.logging import get_logger
 _GELU = ("none", "tanh")
 _MOST_CHOICES = 32  # of experts a token, and of groups
 _MOST_EXPERTS = 1024
+_INT32 = 2**31 - 1
 
 
 def gems() -> Any:
@@ -175,6 +176,20 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
         )  # fmt: skip
 
 
+def concat_and_cache_mla(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """See :func:`vllm_fl.catalog.attention.concat_and_cache_mla`."""
+    tile = min(kv_c.shape[1], 512)
+    _refuse(tile & (tile - 1) != 0, f"kv_c: latents of {tile} entries, FlagGems takes powers of two or more than 512")
+    for name, rows in (("kv_c", kv_c), ("k_pe", k_pe)):
+        _refuse(rows.dtype != kv_cache.dtype, f"{name}: FlagGems does not convert {rows.dtype} to {kv_cache.dtype}")
+        _refuse(rows.stride(1) != 1, f"{name}: FlagGems needs contiguous rows")
+    _refuse(kv_cache.stride(2) != 1, "kv_cache: FlagGems needs contiguous rows")
+    flag_gems = gems()
+    if slot_mapping.numel():
+        one = kv_c.new_ones(1, dtype=torch.float32)  # the scale of a quantised cache
+        flag_gems.concat_and_cache_mla(kv_c, k_pe, kv_cache, slot_mapping.contiguous(), "auto", one)
+
+
 def topk_softmax(
     topk_weights: Tensor,
     topk_indices: Tensor,
@@ -278,6 +293,36 @@ def fused_experts(
         hidden_states.contiguous(), w1, w2, topk_weights.contiguous(), topk_ids.contiguous(),
         inplace=False, activation=activation, apply_router_weight_on_input=apply_router_weight_on_input,
     )  # fmt: skip
+
+
+def apply_repetition_penalties(
+    logits: Tensor, prompt_mask: Tensor, output_mask: Tensor, repetition_penalties: Tensor
+) -> None:
+    """See :func:`vllm_fl.catalog.sampling.apply_repetition_penalties`."""
+    _refuse(not logits.is_contiguous(), "logits: FlagGems needs contiguous ones")
+    _refuse(logits.numel() > _INT32, f"logits: {logits.numel()} entries, FlagGems counts them in 32 bits")
+    flag_gems = gems()
+    if logits.numel():
+        flag_gems.apply_repetition_penalties(
+            logits, prompt_mask.contiguous(), output_mask.contiguous(), repetition_penalties.contiguous()
+        )
+
+
+def per_token_group_quant_fp8(
+    x: Tensor, group_size: int, eps: float = 1e-10, column_major_scales: bool = False, use_ue8m0: bool = False
+) -> tuple[Tensor, Tensor]:
+    """See :func:`vllm_fl.catalog.quantization.per_token_group_quant_fp8`."""
+    _refuse(use_ue8m0, "use_ue8m0: FlagGems rounds scales up by approximate logarithms")
+    _refuse(x.numel() > _INT32, f"x: {x.numel()} entries, FlagGems counts them in 32 bits")
+    flag_gems = gems()
+    # FlagGems takes the second dimension for the last one.
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    column_major = column_major_scales and x.dim() == 2
+    if not rows.numel():
+        scales = x.new_empty((*x.shape[:-1], x.shape[-1] // group_size), dtype=torch.float32)
+        return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), scales
+    q, scales = flag_gems.per_token_group_quant_fp8(rows, group_size, eps, torch.float8_e4m3fn, column_major, False)
+    return q.view(x.shape), scales if column_major else scales.view(*x.shape[:-1], -1)
 
 
 def _refuse(condition: bool, reason: str) -> None:

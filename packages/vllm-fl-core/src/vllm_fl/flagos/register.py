@@ -59,11 +59,14 @@ FLAGGEMS_OPERATORS: dict[str, Probe] = {
     "rms_norm": availability.flaggems_raw,
     "rotary_embedding": availability.flaggems_raw,
     "reshape_and_cache": availability.flaggems_raw,
+    "concat_and_cache_mla": availability.flaggems_raw,
     "topk_softmax": availability.flaggems_raw,
     "grouped_topk": availability.flaggems_raw,
     "moe_align_block_size": availability.flaggems_raw,
     "moe_sum": availability.flaggems_raw,
     "fused_experts": availability.flaggems_pointwise,
+    "apply_repetition_penalties": availability.flaggems_raw,
+    "per_token_group_quant_fp8": availability.flaggems_raw,
 }
 
 _FLOATING = frozenset({"float32", "float16", "bfloat16"})
