@@ -5,8 +5,8 @@
 
 The arguments are those of PyTorch's own operator tests: several dtypes, broadcast, empty and strided tensors, results
 in place. Each call that they make of an ATen function in FlagGems' table is made twice, and results and written
-arguments are compared; of functions that draw random numbers dtype and shape alone. FlagGems' tuned kernels have one
-configuration here, so that nothing is tuned.
+arguments are compared, with the memory around them; of functions that draw random numbers dtype and shape alone.
+FlagGems' tuned kernels have one configuration here, so that nothing is tuned.
 
 Exit codes: 0 every function that ``USE_FLAGGEMS=1`` replaces is right, 1 one is not.
 """
@@ -67,6 +67,11 @@ def twins(values: Any) -> Any:
     return tree_map(twin, values)
 
 
+def whole(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """All that their storages hold, so that a write beside a view is seen."""
+    return [torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage()) for t in values]
+
+
 def difference(wanted: torch.Tensor, got: torch.Tensor, valueless: bool) -> str | None:
     """What is not the same; None if nothing is."""
     if wanted.dtype != got.dtype:
@@ -123,10 +128,12 @@ class BothWays(TorchDispatchMode):
             torch.accelerator.synchronize()  # raises again if the device is lost, which ends this process
             return result
         valueless = name.startswith(VALUELESS)
-        pairs = zip(tensors(result, args, kwargs), tensors(other, other_args, other_kwargs), strict=False)
-        if len(tensors(result)) != len(tensors(other)):
-            self.keep(name, f"{len(tensors(other))} results for {len(tensors(result))}", sort)
-        for wanted, got in pairs:
+        results, others = tensors(result), tensors(other)
+        if len(results) != len(others):
+            self.keep(name, f"{len(others)} results for {len(results)}", sort)
+            return result
+        written, other_written = whole(given), whole(tensors(other_args, other_kwargs))
+        for wanted, got in zip([*results, *written], [*others, *other_written], strict=True):
             if what := difference(wanted, got, valueless):
                 self.keep(name, what, sort)
         return result

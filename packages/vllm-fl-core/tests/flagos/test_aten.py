@@ -183,6 +183,12 @@ REPLACEMENTS: dict[str, tuple[str, Callable[..., Any], Callable[[], Any], dict[s
         lambda: X.clone()[:, 1].fill_(5.0),
         {"other values": "1d float32 strided cpu"},
     ),
+    "memory beside an argument": (
+        "fill_.Scalar",
+        lambda x, value: (x.as_strided((12,), (1,), 0).fill_(value), x)[1],
+        lambda: X.clone()[:, 1].fill_(5.0),
+        {"other values": "1d float32 strided cpu"},
+    ),
     "argument that must stay": ("neg", lambda x: x.neg_().clone(), lambda: X.neg(), {"other values": ONE}),
     "random numbers": ("bernoulli_.float", lambda x, p: x.zero_(), lambda: X.clone().bernoulli_(1.0), {}),
     "refusal": ("neg", refuse, lambda: X.neg(), {"ValueError: not today": ONE}),
