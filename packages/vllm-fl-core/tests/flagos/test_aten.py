@@ -127,16 +127,35 @@ _FULL_CONFIG = (
     (package / "__init__.py").write_text(source, encoding="utf-8")
     monkeypatch.delitem(sys.modules, "flag_gems", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
-    aten.flagos_operators.cache_clear()
-    assert aten.flagos_operators() == {*CATALOG, "mm", "mm_out", "ones"}
-    aten.flagos_operators.cache_clear()
+    aten.flaggems_table.cache_clear()
+    assert aten.flagos_names(["rms_norm"]) == {"rms_norm", "mm", "mm_out", "ones"}
+    aten.flaggems_table.cache_clear()
 
 
-def test_no_names_without_flaggems(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("rms_norm", True),
+        ("rms_nrom", False),
+        ("mul", True),  # of ATen
+        ("vector_norm", True),  # FlagGems' name of a function that is replaced
+        ("sum_dim_out", True),  # may be FlagGems', and is no operator that was misspelt
+    ],
+)
+def test_without_flaggems_only_what_resembles_an_operator_is_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, name: str, known: bool
+) -> None:
     monkeypatch.setattr(aten.importlib.util, "find_spec", lambda name: None)
-    aten.flagos_operators.cache_clear()
-    assert aten.flagos_operators() is None
-    aten.flagos_operators.cache_clear()
+    aten.flaggems_table.cache_clear()
+    assert (name in aten.flagos_names(CATALOG)) is known
+    aten.flaggems_table.cache_clear()
+
+
+@usefixtures
+def test_operators_of_plug_ins_are_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten, "_operators", lambda: {"my_op"})
+    mine = settings(flagos_whitelist=frozenset({"my_op"}))
+    assert aten.asked_for(mine) == (False, f"flagos_whitelist names no ATen function ({WHITELIST})")
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from vllm_fl.errors import ConfigError
 
 def known_names() -> KnownNames:
     """The names of everything that registers here; a plug-in that fails to register is reported and left out."""
-    from vllm_fl.flagos.aten import flagos_operators
     from vllm_fl.integration.layers import LAYERS
 
     registry = OpRegistry()
@@ -23,4 +22,4 @@ def known_names() -> KnownNames:
     with suppress(ConfigError):  # the configuration of this process is not the one that is being judged
         discover_from_env_modules(registry)
     layers = frozenset(layer.name for layer in LAYERS)
-    return replace(registered_names(registry), flagos_operators=flagos_operators(), oot_layers=layers)
+    return replace(registered_names(registry), oot_layers=layers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_fl.logging import get_logger
@@ -10,7 +9,7 @@ from vllm_fl.logging import get_logger
 from .discovery import discover_backends, discover_plugins
 
 if TYPE_CHECKING:
-    from vllm_fl.config import KnownNames, Settings
+    from vllm_fl.config import KnownNames
 
     from .manager import OpManager
     from .registry import OpRegistry
@@ -28,7 +27,7 @@ def register_everything(manager: OpManager) -> None:
     registry = manager.registry
     discover_backends(registry)
     discover_plugins(registry)
-    settings.check_names(replace(registered_names(registry), flagos_operators=_flagos_operators(settings)))
+    settings.check_names(registered_names(registry))
     if settings.oplist_path is not None:
         manager.observers.write_oplist(settings.oplist_path, str(settings.origin("oplist_path")))
     if settings.trace_dir is not None:
@@ -44,25 +43,19 @@ def register_everything(manager: OpManager) -> None:
 
 
 def registered_names(registry: OpRegistry) -> KnownNames:
-    """What a configuration may name of `registry`, and of the installed backends, which need not have registered."""
+    """What a configuration may name of `registry`, of FlagGems, and of the installed backends, registered or not."""
     from vllm_fl.config import KnownNames
+    from vllm_fl.flagos.aten import flagos_names
     from vllm_fl.plugins import installed_backends
 
     impls = tuple(impl for impls in registry.snapshot().impls_by_op.values() for impl in impls)
     vendors = {impl.vendor for impl in impls}
     vendors |= {backend.plugin.vendor for backend in installed_backends() if backend.plugin is not None}
+    operators = frozenset(registry.known_operators())
     return KnownNames(
-        operators=frozenset(registry.known_operators()),
+        operators=operators,
         vendors=frozenset(vendor for vendor in vendors if vendor),
         impl_ids=frozenset(impl.impl_id for impl in impls),
         implementations=impls,
+        flagos_operators=flagos_names(operators),
     )
-
-
-def _flagos_operators(settings: Settings) -> frozenset[str] | None:
-    """What the lists of kind flagos may name; None where they name nothing, or FlagGems is not here to compare with."""
-    if settings.flagos_whitelist is None and not settings.flagos_blacklist:
-        return None
-    from vllm_fl.flagos.aten import flagos_operators
-
-    return flagos_operators()

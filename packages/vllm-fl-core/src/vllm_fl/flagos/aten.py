@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.catalog import CATALOG
+from vllm_fl.errors import nearest
 from vllm_fl.logging import get_logger
 
 from .availability import flaggems_aten, flaggems_version
@@ -108,7 +108,7 @@ def asked_for(settings: Settings) -> tuple[bool, str]:
         return False, f"use_flaggems is off ({settings.origin('use_flaggems')})"
     if settings.flagos_whitelist is not None:
         origin = settings.origin("flagos_whitelist")
-        if settings.flagos_whitelist <= set(CATALOG):
+        if settings.flagos_whitelist <= _operators():
             return False, f"flagos_whitelist names no ATen function ({origin})"
         return True, f"flagos_whitelist names ATen functions ({origin})"
     origin = settings.origin("use_flaggems")
@@ -121,7 +121,7 @@ def _chosen(settings: Settings, table: Mapping[str, frozenset[str]]) -> set[str]
     """FlagGems' functions to register."""
 
     def functions(names: Iterable[str]) -> set[str]:
-        return set().union(*(table.get(name, ()) for name in set(names) - set(CATALOG)))
+        return set().union(*(table.get(name, ()) for name in set(names) - _operators()))
 
     denied = functions(settings.flagos_blacklist)
     if settings.flagos_whitelist is not None:
@@ -153,19 +153,33 @@ def _table(entries: Iterable[tuple[str, str]]) -> dict[str, frozenset[str]]:
 
 def _check(settings: Settings, table: Mapping[str, Any]) -> None:
     from vllm_fl.config import KnownNames
+
+    settings.check_names(KnownNames(flagos_operators=_operators() | set(table)))
+
+
+def _operators() -> set[str]:
     from vllm_fl.dispatch import get_default_manager
 
-    operators = get_default_manager().registry.known_operators()
-    settings.check_names(KnownNames(flagos_operators={*operators, *table}))
+    return set(get_default_manager().registry.known_operators())
+
+
+class _WithoutFlagGems(frozenset[str]):
+    """Operators, and whatever may be a function of the FlagGems that is not installed: what resembles no operator."""
+
+    def __contains__(self, name: object) -> bool:
+        import torch
+
+        known = super().__contains__(name) or name in REPLACED or hasattr(torch.ops.aten, str(name))
+        return known or nearest(str(name), self) is None
+
+
+def flagos_names(operators: Iterable[str]) -> frozenset[str]:
+    """What the lists of kind flagos may name, given the known operators."""
+    table = flaggems_table()
+    return _WithoutFlagGems(operators) if table is None else frozenset({*operators, *_table(table)})
 
 
 @functools.cache
-def flagos_operators() -> frozenset[str] | None:
-    """Every name that the white- and blacklist of kind flagos may hold; None if FlagGems is not installed."""
-    table = flaggems_table()
-    return None if table is None else frozenset({*CATALOG, *_table(table)})
-
-
 def flaggems_table() -> list[tuple[str, str]] | None:
     """(ATen function and overload, FlagGems' function) that FlagGems can replace; None if it is not installed.
 
