@@ -106,6 +106,15 @@ platform.pynvml.nvmlDeviceGetHandleByUUID = lambda name: asked.append(name)
 for device in (0, 1):
     platform.TritonNvidiaPlatform.get_device_name(device)
 """
+TUNED = """
+from vllm_fl.tune import table
+table.key_of = lambda vllm_config: {}
+table.look_up = lambda key: (table.Entry(key, {"rms_norm": ["reference"]}, 1.1), [])
+config.compilation_config.custom_ops.clear()
+config.model_config = object()
+p.apply_config_platform_defaults(config)
+found["tuned"] = config.compilation_config.custom_ops
+"""
 SHOW = "print(json.dumps(found))"
 
 
@@ -128,6 +137,12 @@ def test_a_vllm_with_its_kernels_stays_cuda_and_keeps_its_layers() -> None:
     assert found["mixed and FlashAttention"] == [mixed, mixed, flash]
     ours = "vllm_fl_reference.attention.PagedAttentionBackend"
     assert found["reference"] == [ours, ours, flash]
+
+
+def test_what_was_tuned_is_switched_on_in_time() -> None:
+    """Which layers vLLM compiles and which it asks us for is settled with the engine's configuration."""
+    assert run(COMPILED, DESCRIBE, TUNED, SHOW, VLLM_FL_TUNED="auto")["tuned"] == ["+rms_norm"]
+    assert run(COMPILED, DESCRIBE, TUNED, SHOW)["tuned"] == []
 
 
 def test_a_vllm_without_kernels_runs_out_of_tree() -> None:

@@ -166,6 +166,16 @@ def test_auto_selects_by_the_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get_policy().origin("op_backends.rms_norm") == PLACE
 
 
+def test_another_model_does_not_inherit_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    store(entry(PARAMETERS))
+    monkeypatch.setenv("VLLM_FL_TUNED", "auto")
+    before = get_policy()
+    use_tuned(None)
+    monkeypatch.setattr(table, "key_of", lambda vllm_config: {**KEY, "architecture": "GemmaForCausalLM"})
+    use_tuned(None)
+    assert get_policy() == before
+
+
 PARAMETERS: dict[str, Any] = {"rms_norm": {"vendor.fast": {"block": 128}}}
 
 

@@ -13,6 +13,7 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.errors import ConfigError
 from vllm_fl.logging import get_logger
 from vllm_fl.plugins import communicator_class
+from vllm_fl.tune.table import use_tuned
 
 from . import compat
 
@@ -103,6 +104,8 @@ class FLPlatform(Platform):
         from . import layers
 
         super().apply_config_platform_defaults(vllm_config)
+        if vllm_config.model_config is not None:
+            use_tuned(vllm_config)  # before the layers, which depend on the selection
         compilation = vllm_config.compilation_config
         if not cls.supports_fusion_passes:
             _switch_off_fusions(compilation.pass_config)

@@ -1,6 +1,6 @@
 """The table of what has been tuned: which orders of implementations to take for which model on which machine.
 
-``VLLM_FL_TUNED=auto`` has every worker look its model up before the model is built.
+``VLLM_FL_TUNED=auto`` has the engine's configuration, and every worker, look the model up before it is built.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def look_up(key: Mapping[str, Any], directory: Path | None = None) -> tuple[Entr
 def use_tuned(vllm_config: Any) -> None:
     """Select by the table's entry for this model, if ``VLLM_FL_TUNED`` asks for it.
 
-    What the user's own file or environment says of an operator or a parameter wins; operators, implementations and
+    What an entry of another model said before goes. What the user's own file or environment says of an operator or a parameter wins; operators, implementations and
     values that are not there (any more) are left out, with a warning.
 
     Raises:
@@ -133,8 +133,7 @@ def use_tuned(vllm_config: Any) -> None:
             "%s: nothing was tuned for %s in %s on %s; run `vllm-fl tune MODEL`",
             *(TUNED_ENV, key["architecture"], key["dtype"], key["device"]),
         )
-        return
-    entry, differences = found
+    entry, differences = found or (Entry(key, {}, 1.0), [])
     if differences:
         log.warning("%s: tuned for something else: %s; tune again", TUNED_ENV, "; ".join(differences))
     _apply(entry)
@@ -155,14 +154,15 @@ def _apply(entry: Entry) -> None:
         if policy.origin(f"parameters.{path}") != place and path[:3] not in tuned
     }
     items = [*(f"op_backends.{op}" for op in orders), *(f"parameters.{path}" for path in parameters)]
-    set_global_policy(
-        replace(
-            policy,
-            per_op_order=tuple(sorted({**kept_orders, **orders}.items())),
-            parameters=tuple(sorted({**kept_parameters, **parameters}.items())),
-            origins=MappingProxyType({**policy.origins, **dict.fromkeys(items, place)}),
-        )
+    origins = {item: origin for item, origin in policy.origins.items() if origin != place}
+    tuned_policy = replace(
+        policy,
+        per_op_order=tuple(sorted({**kept_orders, **orders}.items())),
+        parameters=tuple(sorted({**kept_parameters, **parameters}.items())),
+        origins=MappingProxyType({**origins, **dict.fromkeys(items, place)}),
     )
+    if tuned_policy != policy:
+        set_global_policy(tuned_policy)
 
 
 def _usable_orders(entry: Entry, settings: Settings) -> Iterator[tuple[str, tuple[str, ...]]]:
