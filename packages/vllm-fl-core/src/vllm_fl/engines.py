@@ -17,6 +17,8 @@ from vllm_fl.errors import CommandError, Exit, FLError
 
 #: Sets the process that the engine runs in: "0" is that of the caller.
 MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
+#: Key in ``additional_config``: layers go through dispatch where vLLM's own would call the chosen kernels, too.
+ALL_LAYERS = "vllm_fl_all_layers"
 ENGINE_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",  # the model is a local directory
@@ -58,17 +60,24 @@ class Engine:
         extension: path of the class whose methods :meth:`call` names; mixed into the workers by vLLM.
         in_process: whether the engine runs in this process, which makes its scheduling reproducible; else vLLM's own
             choice.
+        all_layers: whether every layer that can go through dispatch does; else vLLM's own stay where their vendor's
+            implementations are chosen, which then cannot be exchanged for others.
 
     Raises:
         CommandError: vLLM is missing, the engine does not start, or `arguments` has an extension of its own.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], extension: str = "", *, in_process: bool = False) -> None:
+    def __init__(
+        self, arguments: Mapping[str, Any], extension: str = "", *, in_process: bool = False, all_layers: bool = False
+    ) -> None:
         if arguments.get("worker_extension_cls"):
             remedy = "Leave --worker-extension-cls out: vLLM takes one, and it is this tool's."
             raise CommandError("The workers have an extension already.", remedy, Exit.USAGE)
         require_vllm()
         self.model = str(arguments["model"])
+        if all_layers:
+            additional = {**(arguments.get("additional_config") or {}), ALL_LAYERS: True}
+            arguments = {**arguments, "additional_config": additional}
         with _environment(in_process, is_local=Path(self.model).is_dir()):
             try:
                 from vllm import LLM

@@ -29,6 +29,7 @@ from vllm_fl.errors import ConfigError, did_you_mean
 
 #: The word for the policy that the configuration asks for.
 PRESENT = "present"
+_HIDDEN = {"VLLM_FL_TUNED"}
 FORMS = "a YAML file, 'present', 'flagos', 'vendor', 'reference', or 'op=token|token;op=token'"
 
 
@@ -116,16 +117,21 @@ def environment_of(policy: SelectionPolicy) -> Iterator[None]:
     """Within the block this process, and every process that it starts, is configured to select by `policy`.
 
     ``VLLM_FL_CONFIG`` names a temporary file: the user's own file, if there is one, with the keys of the policy
-    replaced. Everything else of the configuration stays.
+    replaced. Everything else of the configuration stays. Unless it is the present policy, operators that other layers
+    name, and it does not, have its default order, and nothing is taken from the table of what was tuned.
 
     Raises:
         FrozenError: the selection of this process is frozen.
     """
+    document, present = to_plain(policy), get_policy()
+    shown_through = dict.fromkeys(present.per_op_order_dict, policy.get_default_order())
+    document["op_backends"] = {**shown_through, **document["op_backends"]}
+    hidden = {} if policy == present else {name: os.environ.pop(name) for name in _HIDDEN & set(os.environ)}
     before = os.environ.get(CONFIG_ENV)
     own = yaml.safe_load(Path(before).expanduser().read_text(encoding="utf-8")) if before else None
     with tempfile.TemporaryDirectory(prefix="vllm-fl-") as folder:
         path = Path(folder) / "policy.yaml"
-        path.write_text(yaml.safe_dump({**(own or {}), **to_plain(policy)}), encoding="utf-8")
+        path.write_text(yaml.safe_dump({**(own or {}), **document}), encoding="utf-8")
         os.environ[CONFIG_ENV] = str(path)
         try:
             reset_global_policy()
@@ -135,4 +141,5 @@ def environment_of(policy: SelectionPolicy) -> Iterator[None]:
                 del os.environ[CONFIG_ENV]
             else:
                 os.environ[CONFIG_ENV] = before
+            os.environ.update(hidden)
             reset_global_policy()

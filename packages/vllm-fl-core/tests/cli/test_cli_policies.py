@@ -107,6 +107,19 @@ def test_policies_survive_the_way_to_other_processes(name: str, monkeypatch: pyt
     assert not path.exists()
 
 
+def test_nothing_of_other_layers_shows_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_FL_PER_OP", "rms_norm=reference;moe_sum=vendor")
+    monkeypatch.setenv("VLLM_FL_TUNED", "auto")
+    reset_global_policy()
+    with environment_of(SelectionPolicy(prefer="flagos", per_op_order=(("moe_sum", ("reference",)),))):
+        orders = get_policy().per_op_order_dict
+        assert orders == {"moe_sum": ["reference"], "rms_norm": SelectionPolicy(prefer="flagos").get_default_order()}
+        assert "VLLM_FL_TUNED" not in os.environ
+    assert os.environ["VLLM_FL_TUNED"] == "auto"
+    with environment_of(get_policy()):
+        assert os.environ["VLLM_FL_TUNED"] == "auto"
+
+
 def test_the_rest_of_the_users_file_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("mine.yaml").write_text("log_level: DEBUG\nprefer: vendor\n")
     monkeypatch.setenv("VLLM_FL_CONFIG", "mine.yaml")

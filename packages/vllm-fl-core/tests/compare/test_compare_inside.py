@@ -174,10 +174,23 @@ def test_a_mixture_of_two_policies_has_the_parameters_of_each_operators_own() ->
     paths = [ParameterPath(name, "vendor.right", "factor") for name in ("rms_norm", "silu_and_mul")]
     good, bad = (SelectionPolicy(parameters=tuple((path, value) for path in paths)) for value in "12")
     runner = _Runner({}, good, bad, Workload())
-    runner._accepted = {"silu_and_mul": ["vendor.right(factor=2)", "vendor.wrong"]}
+    of_good = {"rms_norm": ["vendor.right(factor=1)"], "silu_and_mul": ["reference.torch"]}
+    of_bad = {"rms_norm": ["reference.torch"], "silu_and_mul": ["vendor.right(factor=2)", "vendor.wrong"]}
+    runner._accepted = of_good, of_bad
     mixture = runner.policy(("silu_and_mul",))
-    assert mixture.per_op_order == (("silu_and_mul", ("impl:vendor.right", "impl:vendor.wrong")),)
+    assert mixture.per_op_order == (
+        ("rms_norm", ("impl:vendor.right",)),
+        ("silu_and_mul", ("impl:vendor.right", "impl:vendor.wrong")),
+    )
     assert mixture.parameters == ((paths[0], "1"), (paths[1], "2"))
+
+
+def test_what_one_policy_denies_a_mixture_may_still_take_from_the_other() -> None:
+    runner = _Runner({}, SelectionPolicy(deny_vendors=frozenset({"right"})), SelectionPolicy(), Workload())
+    runner._accepted = {"silu_and_mul": ["reference.torch"]}, {"silu_and_mul": ["vendor.right"]}
+    mixture = runner.policy(("silu_and_mul",))
+    assert mixture.per_op_order == (("silu_and_mul", ("impl:vendor.right",)),)
+    assert not mixture.deny_vendors
 
 
 def test_no_trace_is_left(manager: OpManager, tmp_path: Path) -> None:

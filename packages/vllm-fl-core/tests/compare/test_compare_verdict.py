@@ -43,6 +43,17 @@ def test_nothing_differs() -> None:
     assert verdict(found) == ["No difference in 10 steps: every operator is within its tolerance, all tokens agree."]
 
 
+def test_nothing_was_compared() -> None:
+    found = comparison(operators=())
+    assert found.is_empty
+    assert found.as_dict()["is_empty"]
+    assert verdict(found) == [
+        "No call was compared: the policies choose the same implementations of everything that was called"
+        " (`vllm-fl explain OPERATOR` shows why), or the filters leave nothing."
+    ]
+    assert not comparison(operators=(), at_start=("one", "other")).is_empty
+
+
 def test_the_first_difference(capsys: pytest.CaptureFixture[str]) -> None:
     layers = (LayerDifference("model.layers.1", 0, 7, 373.0, 64, 128),)
     found = comparison(operators=(WRONG, RIGHT), layers=layers, tokens=(TokenDifference(0, 6, 72, 2),))

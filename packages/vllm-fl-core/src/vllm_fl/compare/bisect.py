@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from vllm_fl.dispatch import SelectionPolicy
@@ -132,7 +133,7 @@ class _Runner:
         self._stack = ExitStack()
         self._engine: Engine | None = None
         self._attention = ""
-        self._accepted: dict[str, list[str]] = {}
+        self._accepted: tuple[dict[str, list[str]], ...] = ()
         self._known: dict[tuple[str, ...], Answers] = {}
         self.candidates: tuple[str, ...] = ()
         self.runs = 0
@@ -144,15 +145,21 @@ class _Runner:
         self._stack.close()
 
     def policy(self, operators: Sequence[str]) -> SelectionPolicy:
-        """The good policy with the bad one's implementations of these operators, and their parameters."""
-        orders = dict(self._good.per_op_order)
-        for name in operators:
-            orders[name] = tuple(f"impl:{parse_variant(variant)[0]}" for variant in self._accepted[name])
+        """The good policy with the bad one's implementations of these operators, and their parameters.
+
+        Orders name implementations: neither policy's restrictions may keep out what the other one chooses.
+        """
+        if not self._accepted:
+            return self._good
+        good, bad = self._accepted
+        variants = {**good, **{name: bad[name] for name in operators}}
+        orders = {name: tuple(f"impl:{parse_variant(v)[0]}" for v in found) for name, found in variants.items()}
         kept = [setting for setting in self._good.parameters if setting[0].operator not in operators]
         taken = [setting for setting in self._bad.parameters if setting[0].operator in operators]
-        return self._good.derive(
-            "bisect", per_op_order=tuple(sorted(orders.items())), parameters=tuple(sorted(kept + taken))
-        )
+        return SelectionPolicy(
+            prefer=self._good.prefer, strict=self._good.strict, per_op_order=tuple(sorted(orders.items())),
+            parameters=tuple(sorted(kept + taken)), origins=MappingProxyType({"": "bisect"}),
+        )  # fmt: skip
 
     def answers(self, operators: Sequence[str]) -> Answers:
         """The answers with the bad policy's implementations of these operators; each mixture runs once."""
@@ -170,12 +177,13 @@ class _Runner:
             self._stack.close()
             self._attention = attention
             self._stack.enter_context(environment_of(self.policy(operators)))
-            self._engine = self._stack.enter_context(Engine(self._arguments, EXTENSION, in_process=True))
+            engine = Engine(self._arguments, EXTENSION, in_process=True, all_layers=True)
+            self._engine = self._stack.enter_context(engine)
             if not self.candidates:
                 self._look(self._engine)
         return self._engine
 
     def _look(self, engine: Engine) -> None:
         good, bad = (engine.call("fl_chosen_by", to_plain(policy))[0] for policy in (self._good, self._bad))
-        self._accepted = bad
+        self._accepted = good, bad
         self.candidates = tuple(name for name in sorted(good) if name in bad and good[name][0] != bad[name][0])

@@ -113,13 +113,19 @@ class Comparison:
         return any(operator.differs for operator in self.operators) or bool(self.tokens)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there was nothing to compare: the policies choose the same of all that was called and asked for."""
+        return self.at_start is None and not any(operator.calls or operator.failed for operator in self.operators)
+
+    @property
     def culprit(self) -> OperatorDifference | None:
         """The operator with the first difference; None without any."""
         return next((operator for operator in self.operators if operator.differs), None)
 
     def as_dict(self) -> dict[str, Any]:
         """The comparison as plain data, ready for JSON."""
-        return {**asdict(self), "differs": self.differs, "culprit": self.culprit.operator if self.culprit else None}
+        culprit = self.culprit.operator if self.culprit else None
+        return {**asdict(self), "differs": self.differs, "is_empty": self.is_empty, "culprit": culprit}
 
 
 def compare_model(
@@ -155,7 +161,7 @@ def compare_model(
     work, wanted = workload or Workload(2, 32, 16), (filters or Filters()).as_plain()
     given = {**(arguments or {}), **ARGUMENTS, "model": model}
     with tempfile.TemporaryDirectory(prefix="vllm-fl-compare-") as states, environment_of(first):
-        with Engine(given, EXTENSION, in_process=True) as engine:
+        with Engine(given, EXTENSION, in_process=True, all_layers=True) as engine:
             prompts = work.prompts(engine.vocabulary)
             engine.call("fl_use_policy", to_plain(first))
             accepted = [engine.call("fl_chosen_by", to_plain(policy))[0] for policy in (first, second)]
@@ -166,7 +172,7 @@ def compare_model(
             if at_start is None:
                 others, layers = _second_run(engine, second, wanted, states, prompts, work)
         if at_start is not None:
-            with environment_of(second), Engine(given, EXTENSION, in_process=True) as engine:
+            with environment_of(second), Engine(given, EXTENSION, in_process=True, all_layers=True) as engine:
                 others, layers = _second_run(engine, second, wanted, states, prompts, work)
     return Comparison(
         first=names[0],

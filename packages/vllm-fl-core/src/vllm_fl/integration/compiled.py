@@ -114,12 +114,11 @@ class CompiledModel:
 
     def _trace(self) -> None:
         from vllm.config import set_current_vllm_config
-        from vllm.platforms import current_platform
 
         config, runner = self._worker.vllm_config, self._worker.model_runner
         reset = _resetter()
         assert reset is not None
-        stamp_selection(config, getattr(current_platform, "native_vendor", None))
+        stamp_selection(config)
         config.compilation_config.traced_files.clear()
         begin = time.perf_counter()
         with set_current_vllm_config(config):

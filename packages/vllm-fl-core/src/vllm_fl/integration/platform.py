@@ -10,6 +10,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_fl.config import ENVIRONMENT
 from vllm_fl.dispatch import get_default_manager
+from vllm_fl.engines import ALL_LAYERS
 from vllm_fl.errors import ConfigError
 from vllm_fl.logging import get_logger
 from vllm_fl.plugins import communicator_class
@@ -17,7 +18,7 @@ from vllm_fl.tune.table import use_tuned
 
 from . import compat
 
-__all__ = ["FINGERPRINT_KEY", "LAYERS_KEY", "FLPlatform", "OutOfTreePlatform", "stamp_selection"]
+__all__ = ["FINGERPRINT_KEY", "LAYERS_KEY", "FLPlatform", "OutOfTreePlatform", "native_vendor_of", "stamp_selection"]
 
 #: Keys in ``vllm_config.additional_config`` under which the selection enters vLLM's hash.
 FINGERPRINT_KEY = "vllm_fl_dispatch_fingerprint"
@@ -111,7 +112,7 @@ class FLPlatform(Platform):
             _switch_off_fusions(compilation.pass_config)
         # Under inductor vLLM's default is "none": it would trace its own PyTorch forwards and never ask ours.
         if cls.has_native_layers:
-            layers.enable(compilation.custom_ops, cls.native_vendor)
+            layers.enable(compilation.custom_ops, native_vendor_of(vllm_config))
         elif not {"all", "none"} & set(compilation.custom_ops):
             compilation.custom_ops.append("all")
 
@@ -128,7 +129,7 @@ class FLPlatform(Platform):
             compilation.cudagraph_capture_sizes = []
             if compilation.compile_sizes is None:
                 compilation.compile_sizes = []
-        stamp_selection(vllm_config, cls.native_vendor)
+        stamp_selection(vllm_config)
 
     @classmethod
     def _check_adapters(cls) -> None:
@@ -188,7 +189,17 @@ class OutOfTreePlatform(FLPlatform):
             )
 
 
-def stamp_selection(vllm_config: Any, native_vendor: str | None = None) -> None:
+def native_vendor_of(vllm_config: Any) -> str | None:
+    """The vendor whose layers may stay vLLM's own in an engine of this configuration; None: all go through dispatch."""
+    from vllm.platforms import current_platform  # not yet there while this module is imported
+
+    config = vllm_config.additional_config
+    if isinstance(config, dict) and config.get(ALL_LAYERS):
+        return None
+    return getattr(current_platform, "native_vendor", None)
+
+
+def stamp_selection(vllm_config: Any) -> None:
     """Put the present selection of implementations and layers into ``additional_config``.
 
     vLLM hashes it into the keys of its compile caches, so that no two selections share a graph.
@@ -205,7 +216,7 @@ def stamp_selection(vllm_config: Any, native_vendor: str | None = None) -> None:
             " pass a dict"
         )
     config[FINGERPRINT_KEY] = get_default_manager().fingerprint()
-    config[LAYERS_KEY] = sorted(layer.name for layer in layers.replaced(native_vendor))
+    config[LAYERS_KEY] = sorted(layer.name for layer in layers.replaced(native_vendor_of(vllm_config)))
 
 
 def _switch_off_fusions(pass_config: Any) -> None:

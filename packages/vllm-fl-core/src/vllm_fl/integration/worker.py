@@ -14,7 +14,7 @@ from vllm_fl.dispatch.oplist import set_rank
 from vllm_fl.flagos.aten import enable_aten
 from vllm_fl.tune.table import use_tuned
 
-from .platform import stamp_selection
+from .platform import native_vendor_of, stamp_selection
 
 __all__ = ["FLWorkerMixin"]
 
@@ -40,12 +40,12 @@ class FLWorkerMixin:
         set_rank(parallel.data_parallel_rank * parallel.world_size + self.rank)
         use_tuned(self.vllm_config)
         enable_aten(get_settings())
-        native_vendor = getattr(current_platform, "native_vendor", None)
+        native_vendor = native_vendor_of(self.vllm_config)
         layers.register(native_vendor)
         if native_vendor is None or not layers.are_served_by(native_vendor, "apply_top_k_top_p"):
             compat.dispatch_top_k_top_p()
         get_default_manager().prepare_compile()
-        stamp_selection(self.vllm_config, native_vendor)
+        stamp_selection(self.vllm_config)
         return super().load_model(*args, **kwargs)  # type: ignore[misc]
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:

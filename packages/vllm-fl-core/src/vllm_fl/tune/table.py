@@ -114,8 +114,8 @@ def look_up(key: Mapping[str, Any], directory: Path | None = None) -> tuple[Entr
 def use_tuned(vllm_config: Any) -> None:
     """Select by the table's entry for this model, if ``VLLM_FL_TUNED`` asks for it.
 
-    What an entry of another model said before goes. What the user's own file or environment says of an operator or a parameter wins; operators, implementations and
-    values that are not there (any more) are left out, with a warning.
+    What the entry of another model said before goes. What the user's own file or environment says of an operator or a
+    parameter wins; operators, implementations and values that are not there (any more) are left out, with a warning.
 
     Raises:
         ConfigError: the variable has another value than auto, or the table is broken.

@@ -68,7 +68,7 @@ def compare(
 
     An operator's implementations run on the catalogue's inputs, against float64. In a model each call is computed by
     both policies on the same inputs; then whole runs are compared by layer and by token. A model runs eager, in one
-    process a rank. Exits with 1 if anything is outside of the tolerance.
+    process a rank. Exits with 1 if anything is outside of the tolerance, or if there was nothing to compare.
     """
     with user_errors(as_json):
         if replay is not None:
@@ -84,7 +84,7 @@ def compare(
             filters = _filters(operators, layers, steps, ranks)
             extra = [*context.args, *(part for name in dtype or () for part in ("--dtype", _long(name)))]
             found = _model(target, (a, b), work, filters, dump, extra, verbose)
-            differs = found.differs
+            differs = found.differs or found.is_empty
             if as_json:
                 print_json(found.as_dict())
             else:
@@ -270,6 +270,11 @@ def verdict(found: Comparison) -> list[str]:
     for token in found.tokens:
         text = f"Request {token.request} parts at token {token.position}: {token.first} by a, {token.second} by b."
         lines.append(text)
-    if not found.differs:
+    if found.is_empty:
+        lines.append(
+            "No call was compared: the policies choose the same implementations of everything that was called"
+            " (`vllm-fl explain OPERATOR` shows why), or the filters leave nothing."
+        )
+    elif not found.differs:
         lines.append(f"No difference in {found.steps} steps: every operator is within its tolerance, all tokens agree.")
     return lines
