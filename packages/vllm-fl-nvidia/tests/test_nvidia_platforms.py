@@ -115,16 +115,23 @@ config.model_config = object()
 p.apply_config_platform_defaults(config)
 found["tuned"] = config.compilation_config.custom_ops
 """
+ALL_LAYERS = """
+config.compilation_config.custom_ops.clear()
+config.additional_config["vllm_fl_all_layers"] = True
+p.apply_config_platform_defaults(config)
+found["all"] = sorted(config.compilation_config.custom_ops)
+"""
 SHOW = "print(json.dumps(found))"
 
 
 def test_a_vllm_with_its_kernels_stays_cuda_and_keeps_its_layers() -> None:
-    found = run(COMPILED, DESCRIBE, ATTENTION, SHOW)
+    found = run(COMPILED, DESCRIBE, ALL_LAYERS, ATTENTION, SHOW)
     assert (found["class"], found["cuda"], found["out_of_tree"]) == ("CompiledNvidiaPlatform", True, False)
     assert found["worker"] == "vllm_fl_nvidia.worker.NvidiaWorker"
     assert found["passes"].startswith("vllm.compilation.")
     assert found["layers"] == []
     assert not [name for name in found["custom_ops"] if name.startswith("+")]
+    assert {"+rms_norm", "+silu_and_mul", "+unquantized_fused_moe"} <= set(found["all"])
     assert not found["cuda_initialised"]
     # vLLM chooses where dispatch says vendor, and judges what the user names.
     assert found["vendor"] == ["vllm:None", "vllm:None", "vllm:FLASH_ATTN"]

@@ -14,6 +14,8 @@ from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import De
 from vllm.model_executor.layers.rotary_embedding.fope import FourierRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
+from vllm_fl.integration.layers import transformers_norm
+
 DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.usefixtures("vllm_config")
 
@@ -58,6 +60,18 @@ def test_rms_norm(has_weight: bool, with_residual: bool, dtype: torch.dtype, spy
     args = tuple(torch.randn(7, 16, dtype=dtype) for _ in range(2 if with_residual else 1))
     seen = spy("rms_norm")
     assert_same(layer(*map(torch.clone, args)), layer.forward_native(*map(torch.clone, args)))
+    assert seen.calls == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "operator"), [("TPAwareRMSNorm", "rms_norm"), ("TPAwareGemmaRMSNorm", "gemma_rms_norm")]
+)
+def test_norms_of_the_transformers_backend(name: str, operator: str, spy: Any) -> None:
+    twin = transformers_norm(name)
+    if twin is None:
+        pytest.skip("this vLLM's transformers backend has no norms of its own")
+    norm, seen, x = twin(32), spy(operator), torch.randn(3, 32)
+    torch.testing.assert_close(norm(x), norm.forward_native(x))
     assert seen.calls == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm_fl.config import reset_settings
 from vllm_fl.dispatch import OpImpl, get_default_manager, reset_default_manager, with_preference
 from vllm_fl.dispatch.types import BackendImplKind
 from vllm_fl.errors import ConfigError, NoImplementationError
+from vllm_fl.integration import layers
 from vllm_fl.integration.platform import FINGERPRINT_KEY, LAYERS_KEY, FLPlatform, OutOfTreePlatform, stamp_selection
 
 
@@ -79,9 +81,37 @@ def test_adapters_are_refused_where_nothing_multiplies_them() -> None:
     )
 
 
-def test_a_worker_that_the_user_names_is_kept() -> None:
+@pytest.mark.parametrize(("experts", "own", "refused"), [(8, False, True), (8, True, False), (0, False, False)])
+def test_adapters_of_experts_need_vllms_own(
+    monkeypatch: pytest.MonkeyPatch, experts: int, own: bool, refused: bool
+) -> None:
+    class Native(FLPlatform):
+        has_native_layers = True
+
+        @classmethod
+        def get_punica_wrapper(cls) -> str:
+            return "acme.Punica"
+
+    replaced = [layer for layer in layers.LAYERS if not (own and layer.module == "moe")]
+    monkeypatch.setattr(layers, "replaced", lambda native_vendor: replaced)
+    model = SimpleNamespace(get_num_experts=lambda: experts)
+    config: Any = SimpleNamespace(lora_config=object(), additional_config={}, model_config=model)
+    with pytest.raises(ConfigError) if refused else nullcontext() as caught:
+        Native._check_adapters(config)
+    if refused:
+        assert str(caught.value) == (
+            "--enable-lora: adapters of experts need vLLM's own experts, and dispatch chooses others; set"
+            " VLLM_FL_OOT_BLACKLIST=unquantized_fused_moe_method"
+        )
+
+
+def test_a_worker_that_the_user_names_is_kept_with_a_warning(warnings: list[str]) -> None:
     config = VllmConfig(parallel_config={"worker_cls": "some.Worker"})
     assert config.parallel_config.worker_cls == "some.Worker"
+    assert warnings == [
+        f"--worker-cls some.Worker: it has to be a subclass of {current_platform.worker_cls}; without FLWorkerMixin no"
+        " layer of vLLM's goes through dispatch, and neither VLLM_FL_TUNED nor FlagGems' ATen functions are used"
+    ]
 
 
 def test_fusion_passes_are_off_and_a_request_for_one_is_answered(warnings: list[str]) -> None:

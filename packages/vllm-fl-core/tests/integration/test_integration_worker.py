@@ -22,7 +22,7 @@ from vllm_fl.integration.worker import FLWorkerMixin
 class PlainWorker:
     def __init__(self, mode: Any, cudagraph_mode: Any = CUDAGraphMode.NONE) -> None:
         compilation = SimpleNamespace(mode=mode, cudagraph_mode=cudagraph_mode)
-        parallel = SimpleNamespace(data_parallel_rank=1, world_size=4)
+        parallel = SimpleNamespace(data_parallel_rank=0, data_parallel_index=1, world_size=4)
         self.vllm_config = SimpleNamespace(
             compilation_config=compilation, parallel_config=parallel, additional_config={}
         )

@@ -1,7 +1,7 @@
 """The oplist: a file that records which implementation served each operator, one line at the first use of each.
 
-``FLAGGEMS_ENABLE_OPLIST_PATH`` names the file; FlagGems writes its own operators to the same one. Each rank but the
-first has a file of its own, with ``.rankN`` before the suffix. Lines are appended.
+``FLAGGEMS_ENABLE_OPLIST_PATH`` names the file. Each rank but the first has a file of its own, with ``.rankN`` before
+the suffix. Lines are appended. Functions of ATen that FlagGems replaces are not in it.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_fl.dispatch.oplist import current_rank
 from vllm_fl.logging import get_logger
 
 _GELU = ("none", "tanh")
@@ -66,7 +67,7 @@ def _set_environment() -> None:
         cache = os.environ.get("FLAGGEMS_CACHE_DIR")
         folder = (Path(cache) if cache else Path.home() / ".flaggems") / "config_cache"
         folder.mkdir(parents=True, exist_ok=True)
-        os.environ["FLAGGEMS_DB_URL"] = f"sqlite:///{folder / f'vllm_fl_rank{_rank()}.db'}"
+        os.environ["FLAGGEMS_DB_URL"] = f"sqlite:///{folder / f'vllm_fl_rank{current_rank()}.db'}"
 
 
 def _vendor() -> str | None:
@@ -80,12 +81,6 @@ def _vendor() -> str | None:
         return plugin.vendor
     info = triton_info()
     return info.drivers[0] if info is not None and info.drivers else None
-
-
-def _rank() -> int:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return int(torch.distributed.get_rank())
-    return int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
 
 
 def _repair_launches() -> None:

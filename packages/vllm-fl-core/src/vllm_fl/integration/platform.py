@@ -119,10 +119,17 @@ class FLPlatform(Platform):
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
         if vllm_config.lora_config is not None:
-            cls._check_adapters()
+            cls._check_adapters(vllm_config)
         parallel = vllm_config.parallel_config
         if cls.worker_cls and parallel.worker_cls == "auto":
             parallel.worker_cls = cls.worker_cls
+        elif cls.worker_cls and parallel.worker_cls != cls.worker_cls:
+            get_logger(__name__).warning(
+                "--worker-cls %s: it has to be a subclass of %s; without FLWorkerMixin no layer of vLLM's goes through"
+                " dispatch, and neither VLLM_FL_TUNED nor FlagGems' ATen functions are used",
+                parallel.worker_cls,
+                cls.worker_cls,
+            )
         super().check_and_update_config(vllm_config)
         if not cls.support_static_graph_mode():
             compilation = vllm_config.compilation_config
@@ -132,7 +139,9 @@ class FLPlatform(Platform):
         stamp_selection(vllm_config)
 
     @classmethod
-    def _check_adapters(cls) -> None:
+    def _check_adapters(cls, vllm_config: Any) -> None:
+        from . import layers
+
         try:
             cls.get_punica_wrapper()
         except NotImplementedError:
@@ -140,6 +149,13 @@ class FLPlatform(Platform):
                 f"--enable-lora: the platform {cls.device_name!r} has no kernels for adapters; merge the adapter into"
                 " the checkpoint (merge_and_unload() of PEFT) and serve that"
             ) from None
+        experts = "unquantized_fused_moe_method"
+        ours = [layer.name for layer in layers.replaced(native_vendor_of(vllm_config))]
+        if cls.has_native_layers and experts in ours and vllm_config.model_config.get_num_experts():
+            raise ConfigError(
+                "--enable-lora: adapters of experts need vLLM's own experts, and dispatch chooses others; set"
+                f" VLLM_FL_OOT_BLACKLIST={experts}"
+            )
 
 
 class OutOfTreePlatform(FLPlatform):

@@ -37,7 +37,8 @@ class FLWorkerMixin:
         from . import compat, layers
 
         parallel = self.vllm_config.parallel_config
-        set_rank(parallel.data_parallel_rank * parallel.world_size + self.rank)
+        # Replicas of a dense model each count their ranks from 0; their index tells them apart.
+        set_rank(parallel.data_parallel_index * parallel.world_size + self.rank)
         use_tuned(self.vllm_config)
         enable_aten(get_settings())
         native_vendor = native_vendor_of(self.vllm_config)

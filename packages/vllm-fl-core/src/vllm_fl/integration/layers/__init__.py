@@ -12,7 +12,18 @@ from vllm_fl.config import KnownNames, Settings, get_settings
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.logging import get_logger
 
-__all__ = ["LAYERS", "Layer", "are_served_by", "enable", "hw_agnostic", "register", "replace", "replaced", "selected"]
+__all__ = [
+    "LAYERS",
+    "Layer",
+    "are_served_by",
+    "enable",
+    "hw_agnostic",
+    "register",
+    "replace",
+    "replaced",
+    "selected",
+    "transformers_norm",
+]
 
 
 @dataclass(frozen=True)
@@ -148,6 +159,15 @@ def hw_agnostic(module: str, name: str) -> type | None:
     """The class of the same name that vLLM 0.28 and later build under ``VLLM_USE_HW_AGNOSTIC``; None in others."""
     try:
         found = import_module(f"vllm.model_executor.hw_agnostic.layers.{module}")
+    except ImportError:
+        return None
+    return getattr(found, name, None)
+
+
+def transformers_norm(name: str) -> type | None:
+    """A norm of models that run on vLLM's transformers backend; None in releases that have no norm of its own there."""
+    try:
+        found = import_module("vllm.model_executor.models.transformers.fusers.rms_norm")
     except ImportError:
         return None
     return getattr(found, name, None)

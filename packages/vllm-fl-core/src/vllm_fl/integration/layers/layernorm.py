@@ -9,7 +9,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm, RMSNormG
 
 from vllm_fl.dispatch import bind
 
-from . import hw_agnostic, replace
+from . import hw_agnostic, replace, transformers_norm
 
 _rms_norm = bind("rms_norm")
 _gemma_rms_norm = bind("gemma_rms_norm")
@@ -36,13 +36,18 @@ class FLRMSNorm(_RMSNormForward, RMSNorm):
     """RMSNorm through the operator ``rms_norm``."""
 
 
-class FLGemmaRMSNorm(GemmaRMSNorm):
-    """GemmaRMSNorm through the operator ``gemma_rms_norm``."""
+class _GemmaRMSNormForward:
+    variance_epsilon: float
+    weight: torch.Tensor
 
     def forward_oot(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         return _gemma_rms_norm.fn(x, residual, self.weight, self.variance_epsilon)
 
     forward_cuda = forward_oot
+
+
+class FLGemmaRMSNorm(_GemmaRMSNormForward, GemmaRMSNorm):
+    """GemmaRMSNorm through the operator ``gemma_rms_norm``."""
 
 
 class FLRMSNormGated(RMSNormGated):
@@ -58,13 +63,19 @@ class FLRMSNormGated(RMSNormGated):
 
 def register_rms_norm() -> None:
     replace(RMSNorm, FLRMSNorm, "rms_norm")
-    twin = hw_agnostic("layernorm", "RMSNorm")
-    if twin is not None:
-        replace(twin, type("FLHwAgnosticRMSNorm", (_RMSNormForward, twin), {}), "rms_norm")
+    _replace_twin("HwAgnosticRMSNorm", hw_agnostic("layernorm", "RMSNorm"), _RMSNormForward, "rms_norm")
+    _replace_twin("TPAwareRMSNorm", transformers_norm("TPAwareRMSNorm"), _RMSNormForward, "rms_norm")
 
 
 def register_gemma_rms_norm() -> None:
     replace(GemmaRMSNorm, FLGemmaRMSNorm, "gemma_rms_norm")
+    twin = transformers_norm("TPAwareGemmaRMSNorm")
+    _replace_twin("TPAwareGemmaRMSNorm", twin, _GemmaRMSNormForward, "gemma_rms_norm")
+
+
+def _replace_twin(name: str, twin: type | None, forward: type, operator: str) -> None:
+    if twin is not None:
+        replace(twin, type(f"FL{name}", (forward, twin), {}), operator)
 
 
 def register_rms_norm_gated() -> None:
