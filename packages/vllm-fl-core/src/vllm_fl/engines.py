@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -216,7 +217,8 @@ def start_failure(error: Exception) -> CommandError:
 def variables_remedy() -> str:
     """Names the variables that keep a platform out, if any is set."""
     names = ("VLLM_PLUGINS", "VLLM_FL_PREFER_ENABLED", "VLLM_TARGET_DEVICE", "VLLM_FL_PLATFORM", "VLLM_FL_CONFIG")
-    present = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    own = os.path.join(tempfile.gettempdir(), "vllm-fl-")  # the file of a policy that a command has made
+    present = [f"{name}={os.environ[name]}" for name in names if not os.environ.get(name, own).startswith(own)]
     return f"These variables are set and may be the reason: {', '.join(present)}. " if present else ""
 
 

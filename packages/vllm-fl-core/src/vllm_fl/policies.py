@@ -54,7 +54,7 @@ def parse_policy(text: str, where: str) -> SelectionPolicy:
         return present
     if text in VALID_PREFER_VALUES:
         return present.derive(where, prefer=text)
-    is_file = text.endswith((".yaml", ".yml")) or Path(text).is_file()
+    is_file = text.endswith((".yaml", ".yml")) or ("=" not in text and Path(text).is_file())
     if not is_file and "=" not in text:
         words = (PRESENT, *sorted(VALID_PREFER_VALUES))
         raise ConfigError(f"{where}: {text!r} is not a policy ({FORMS}){did_you_mean(text, words)}")

@@ -28,13 +28,15 @@ def get_flag_gems_whitelist_blacklist() -> tuple[list[str] | None, list[str] | N
 
 
 def get_flaggems_all_ops() -> list[str]:
-    """Names of the ATen operators that the installed FlagGems offers, sorted.
+    """Names of the functions that the installed FlagGems offers in the place of ATen's, sorted.
 
     Raises:
         ImportError: FlagGems is not installed.
     """
-    try:
-        import flag_gems
-    except ImportError as error:
-        raise ImportError("FlagGems is not installed; pip install flag-gems") from error
-    return sorted(flag_gems.all_registered_ops())
+    from vllm_fl.flagos.aten import flaggems_table
+    from vllm_fl.flagos.availability import INSTALL_FLAGGEMS
+
+    table = flaggems_table()
+    if table is None:
+        raise ImportError(f"FlagGems is not installed; {INSTALL_FLAGGEMS}")
+    return sorted({function for _, function in table})

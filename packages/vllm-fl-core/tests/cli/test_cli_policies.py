@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from vllm_fl.catalog import CATALOG
 from vllm_fl.config import get_settings
 from vllm_fl.dispatch import SelectionPolicy, get_policy, reset_global_policy
 from vllm_fl.engines import Engine, Workload
@@ -129,6 +130,12 @@ def test_the_rest_of_the_users_file_stays(monkeypatch: pytest.MonkeyPatch) -> No
         assert yaml.safe_load(Path(os.environ["VLLM_FL_CONFIG"]).read_text())["log_level"] == "DEBUG"
     assert os.environ["VLLM_FL_CONFIG"] == "mine.yaml"
     assert get_policy().prefer == "vendor"
+
+
+def test_an_order_may_be_longer_than_the_name_of_a_file() -> None:
+    text = ";".join(f"{name}=reference" for name in CATALOG)
+    assert len(text) > 255
+    assert set(parse_policy(text, "--a").per_op_order_dict) == set(CATALOG)
 
 
 def test_an_extension_of_the_user_is_refused() -> None:

@@ -54,14 +54,31 @@ def test_what_an_implementation_refuses_or_fails_on(manager: OpManager) -> None:
     assert broken.time_us is None
 
 
+def test_what_fails_on_the_timed_input_alone_is_a_result(manager: OpManager) -> None:
+    from vllm_fl.dispatch import BackendImplKind, OpImpl
+
+    def small(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 555:
+            raise RuntimeError("too many tokens")
+        return torch.nn.functional.silu(x[..., : x.shape[-1] // 2]) * x[..., x.shape[-1] // 2 :]
+
+    manager.registry.register_impl(
+        OpImpl("silu_and_mul", "vendor.small", BackendImplKind.VENDOR, small, vendor="small", priority=1)
+    )
+    found = compare_operator("silu_and_mul", dtypes=[torch.float32], tokens=555, manager=manager)[-1]
+    assert found.failed == f"{found.timed_case}: RuntimeError: too many tokens"
+    assert (found.outside, found.time_us) == (0, None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["silu_and_mull"], 1, "there is no operator 'silu_and_mull'; did you mean 'silu_and_mul'? A model needs --a"),
+        (["silu_and_mull"], 2, "there is no operator 'silu_and_mull'; did you mean 'silu_and_mul'? A model needs --a"),
         ([], 2, "Name an operator or a model."),
         (["silu_and_mul", "--bogus"], 2, "No such option: --bogus."),
-        (["silu_and_mul", "--dtype", "bf61"], 1, "'bf61' is not a dtype ("),
+        (["silu_and_mul", "--dtype", "bf61"], 2, "'bf61' is not a dtype ("),
         (["some/model", "--a", "reference"], 2, "A model is compared under two policies."),
+        (["--replay", "nowhere.pt", "--devise", "cuda"], 2, "--replay takes --device and --json alone, not --devise."),
         (["--replay", "nowhere.pt"], 3, "There is no file nowhere.pt."),
         (["m", "--a", "reference", "--b", "flagos", "--steps", "7-3"], 2, "--steps: '7-3' in '7-3' ends before it"),
         (["m", "--a", "reference", "--b", "flagos", "--layers", "a"], 2, "--layers: 'a' is not a list of numbers; "),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_fl.config import KEYS, Settings, check_file
+from vllm_fl.config import KEYS, KnownNames, Settings, check_file
 from vllm_fl.dispatch.policy import SelectionPolicy
 from vllm_fl.errors import ConfigError
 
@@ -245,6 +245,16 @@ def test_check_file_judges_the_file_alone(tmp_path: Path) -> None:
     assert check_file(path) == []
     path.write_text("oot_blacklist: [a]\noot_whitelist: [b]\n")
     assert [problem.where for problem in check_file(path)] == [f"{path}:2:1"]
+
+
+def test_check_file_judges_the_names_of_edits(tmp_path: Path) -> None:
+    path = tmp_path / "edits.yaml"
+    path.write_text("deny_vendors: [+acme, +acne]\noot_blacklist: [-rms_nrom]\n")
+    names = KnownNames(vendors={"acme"}, oot_layers={"rms_norm"})
+    assert [str(problem) for problem in check_file(path, names)] == [
+        f"{path}:1:23: deny_vendors: unknown vendor 'acne' (known: acme); did you mean 'acme'?",
+        f"{path}:2:17: oot_blacklist: unknown layer 'rms_nrom' (known: rms_norm); did you mean 'rms_norm'?",
+    ]
 
 
 def test_check_file_that_does_not_exist(tmp_path: Path) -> None:

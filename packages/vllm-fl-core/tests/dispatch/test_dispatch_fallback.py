@@ -37,10 +37,12 @@ def test_another_exception_tries_the_next_and_demotes(warnings: list[str]) -> No
     assert "- vendor.acme      rejected: failed before: ValueError: bad luck" in (
         manager.selection("silu_and_mul").explain()
     )
-    assert warnings == [
+    (warning,) = warnings
+    assert warning.startswith(
         "silu_and_mul: implementation 'vendor.acme' raised ValueError: bad luck (x [2, 4] bfloat16);"
-        " 'reference.torch' serves the operator from now on. 'vllm-fl info' shows the traceback"
-    ]
+        " 'reference.torch' serves the operator from now on\nTraceback (most recent call last):\n"
+    )
+    assert warning.endswith("ValueError: bad luck\n")
 
 
 def test_what_cannot_be_imported_has_written_nothing(warnings: list[str]) -> None:
@@ -54,10 +56,10 @@ def test_what_cannot_be_imported_has_written_nothing(warnings: list[str]) -> Non
     manager.call("moe_sum", 1, 2)
     manager.call("moe_sum", 1, 3)
     assert written == [2, 3]
-    assert warnings == [
+    assert [warning.partition("\n")[0] for warning in warnings] == [
         "moe_sum: implementation 'vendor.acme' raised LoadError: no_such_module:moe_sum cannot be imported:"
         " ModuleNotFoundError: No module named 'no_such_module' (no tensors); 'reference.torch' serves the operator"
-        " from now on. 'vllm-fl info' shows the traceback"
+        " from now on"
     ]
     set_global_policy(STRICT)
     with pytest.raises(LoadError):
@@ -133,9 +135,9 @@ def test_strict_passes_the_exception_on_unchanged(warnings: list[str]) -> None:
     assert frames[-1] == "silu_and_mul"
     assert not any(name in frames for name in ("recover", "follow"))
     assert manager.get_failed_impls() == {}
-    assert warnings == [
+    assert [warning.partition("\n")[0] for warning in warnings] == [
         "silu_and_mul: implementation 'vendor.acme' raised ValueError: bad luck (no tensors);"
-        " the exception is passed on, since the policy is strict. 'vllm-fl info' shows the traceback"
+        " the exception is passed on, since the policy is strict"
     ]
 
 
@@ -296,7 +298,7 @@ def test_memory_and_device_faults_are_passed_on(
     with pytest.raises(type(error)) as caught:
         manager.call("silu_and_mul", 1)
     assert caught.value is error
-    assert f"since {reason}." in warnings[0]
+    assert f"since {reason}\n" in warnings[0]
     assert manager.get_failed_impls() == {}
 
 

@@ -51,12 +51,13 @@ except ModuleNotFoundError:  # Python 3.10
             "'vendor' cannot be a backend's name: it is a name that vllm-fl or the distribution uses; take your"
             " company's or your chip's",
         ),
-        ("comm", "a module vllm_fl_comm is installed already; choose another name than 'comm'"),
+        ("chip", "a module vllm_fl_chip is installed already; choose another name than 'chip'"),
+        ("core", "'core' cannot be a backend's name: vllm-fl-core is a distribution of vllm-fl itself"),
     ],
 )
 def test_name(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "comm":
-        monkeypatch.setattr("vllm_fl.scaffold.generator.find_spec", lambda module: module == "vllm_fl_comm" or None)
+    if name == "chip":
+        monkeypatch.setattr("vllm_fl.scaffold.generator.find_spec", lambda module: module == "vllm_fl_chip" or None)
     with pytest.raises(ConfigError) as caught:
         NewBackend(name)
     assert str(caught.value) == message

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vllm_fl.errors import CommandError, ConfigError, Exit, FLError
+from vllm_fl.diagnostics.arguments import ArgumentError
+from vllm_fl.errors import CommandError, ConfigError, Exit, FLError, UnknownOperatorError
 
 
 @contextmanager
@@ -25,9 +26,12 @@ def user_errors(as_json: bool = False) -> Iterator[None]:
         _report(as_json, error.code, str(error), error.message, error.remedy, error.log)
         raise typer.Exit(error.code) from None
     except FLError as error:
-        code = Exit.USAGE if isinstance(error, ConfigError) else Exit.FAILED
+        code = Exit.USAGE if isinstance(error, (ConfigError, UnknownOperatorError, ArgumentError)) else Exit.FAILED
         _report(as_json, code, str(error), str(error))
         raise typer.Exit(code) from None
+    except (NotADirectoryError, IsADirectoryError, FileExistsError) as error:
+        _report(as_json, Exit.USAGE, str(error), str(error), "Name another path.")
+        raise typer.Exit(Exit.USAGE) from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise

@@ -125,6 +125,7 @@ class _Trial:
                 found.append((case.name, differences(self.spec, outcome, truth)))
             else:
                 self.failed = self.failed or f"{case.name}: {outcome}"
+        time_us = self._time(timed)  # which may be what it fails on
         every = [(difference, name) for name, listed_ in found for difference in listed_]
         worst, worst_case = max(every, key=lambda pair: (not pair[0].within, pair[0].max_ulp), default=(None, ""))
         return OperatorResult(
@@ -136,7 +137,7 @@ class _Trial:
             outside=sum(not all(d.within for d in listed_) for _, listed_ in found),
             worst=worst,
             worst_case=worst_case,
-            time_us=self._time(timed),
+            time_us=time_us,
             timed_case=timed.name,
         )
 
@@ -155,7 +156,10 @@ class _Trial:
         return canonical(self.spec, arguments.by_name, results), written
 
     def _time(self, case: Case) -> float | None:
-        if self._outcome(case) is None or self.failed:
+        outcome = self._outcome(case)
+        if isinstance(outcome, str):
+            self.failed = self.failed or f"{case.name}: {outcome}"
+        if outcome is None or self.failed:
             return None
         return statistics.median(self._seconds(case)) * 1e6
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -97,6 +98,11 @@ def check_file(path: str | Path, names: KnownNames | None = None) -> list[Proble
     standing = {key: value for key, value in layer.values.items() if not _edits(value)}
     merged = merge([Layer(standing, layer.origins)])
     unknown = unknown_names(_settings(merged, ()), merged.origins, names or KnownNames())
+    # An edit's names can be judged by themselves.
+    edits: dict[str, Any] = {
+        key: frozenset(item[1:] for item in value) for key, value in layer.values.items() if key not in standing
+    }
+    unknown += unknown_names(replace(Settings(), **edits), layer.origins, names or KnownNames())
     return sorted(problems + conflicts(merged) + unknown, key=line_and_column)
 
 

@@ -208,7 +208,7 @@ class _Attempt:
             arguments = name_arguments(self.plan.spec, self.args, self.kwargs)
             record = make_record(self.plan.op_name, link.impl_id, error, arguments, outcome)
             if log.add(record):
-                get_logger(__name__).warning("%s; %s. 'vllm-fl info' shows the traceback", record, outcome)
+                get_logger(__name__).warning("%s; %s\n%s", record, outcome, record.traceback)
 
 
 def _shown(arguments: Mapping[str, Any]) -> str:

@@ -20,6 +20,8 @@ _IDENTIFIER = re.compile(r"[a-z][a-z0-9_]*")
 _MODULES = ("conformance", "device", "impl", "platform", "plugin", "register_ops", "worker")
 #: Words that mean something else in a token or in VLLM_FL_PLATFORM.
 _TOKENS = ("flagos", "impl", "reference", "vendor")
+#: Distributions of vllm-fl that are no backends.
+_OWN = ("comm", "core")
 
 #: Template -> path in the distribution. Templates of the device are left out on the CPU, and the other way round.
 _FILES = {
@@ -171,5 +173,7 @@ def _check_name(name: str, module: str) -> None:
     taken = {backend.entry_point: backend.distribution for backend in installed_backends()}
     if name in taken:
         raise ConfigError(f"a backend {name!r} is installed already, by {taken[name]}; choose another name")
+    if name in _OWN:
+        raise ConfigError(f"{name!r} cannot be a backend's name: vllm-fl-{name} is a distribution of vllm-fl itself")
     if find_spec(f"vllm_fl_{module}") is not None:
         raise ConfigError(f"a module vllm_fl_{module} is installed already; choose another name than {name!r}")

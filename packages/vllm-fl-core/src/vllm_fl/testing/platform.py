@@ -76,6 +76,7 @@ def _metadata(bundle: Bundle) -> Iterator[str]:
         yield "the metadata has no License-Expression"
 
 
+_SECONDS = 120
 _CHILD = """
 import builtins, importlib.abc, json, sys
 from importlib.metadata import entry_points
@@ -99,15 +100,23 @@ def _import(bundle: Bundle) -> Iterator[str]:
         raise Skip("an entry point of vllm_fl.plugin may import what it needs")
     group = BACKEND_GROUP if bundle.plugin is not None else PLUGIN_GROUP
     command = [sys.executable, "-c", _CHILD, group, bundle.name, "torch,triton,vllm"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = _child(command)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         yield f"loading the entry point fails without torch, triton and vllm: {lines[-1]}; import late what needs them"
         return
     own = {bundle.package, "vllm_fl", "yaml", "pydantic", "pydantic_core", "packaging", "typing_extensions"}
-    foreign = {name for name in json.loads(done.stdout) if not _is_standard(name)} - own
+    foreign = {name for name in json.loads(done.stdout.splitlines()[-1]) if not _is_standard(name)} - own
     if foreign:
         yield f"loading the entry point imports {', '.join(sorted(foreign))}; import it where it is used"
+
+
+def _child(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """A child that ends in time; one that does not is as one that fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"no answer within {_SECONDS} s")
 
 
 def _is_standard(name: str) -> bool:
@@ -124,7 +133,7 @@ def _probe(bundle: Bundle) -> Iterator[str]:
         " Availability)), repr(answer)]))"
     )
     command = [sys.executable, "-c", code, plugin.probe]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = _child(command)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
         yield f"{plugin.probe} raised {lines[-1]}"

@@ -61,8 +61,10 @@ def _differences(request: int, ours: Answer, theirs: Answer, tolerance: Toleranc
     found = []
     for position, (token, other) in enumerate(zip(ours.tokens, theirs.tokens, strict=True)):
         expected, got = ours.likely[position], theirs.likely[position]
-        if any(math.isnan(value) for value in got.values()):
-            raise TrialFailed("nan", f"request {request}, token {position}: a log-probability is not a number")
+        for whose, values in (("", got.values()), (" of the baseline", expected.values())):
+            if any(math.isnan(value) for value in values):
+                text = f"request {request}, token {position}: a log-probability{whose} is not a number"
+                raise TrialFailed("nan", text)
         if token != other:
             gap = expected[token] - expected.get(other, min(expected.values()))
             if gap > tolerance.tie:

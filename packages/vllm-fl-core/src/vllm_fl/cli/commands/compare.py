@@ -72,6 +72,9 @@ def compare(
     """
     with user_errors(as_json):
         if replay is not None:
+            if target is not None or context.args:
+                given = target or context.args[0]
+                raise CommandError(f"--replay takes --device and --json alone, not {given}.", code=Exit.USAGE)
             differs = _replay(replay, device, as_json)
         elif target is None:
             raise CommandError("Name an operator or a model.", "vllm-fl compare rms_norm", Exit.USAGE)
