@@ -170,6 +170,36 @@ def run_encoders(folder: str) -> dict[str, list[float]]:
     return found
 
 
+def run_float8(folder: str) -> dict[str, Any]:
+    """Each scheme's tokens, those of transformers, and how often the operators were called; in a process of its own."""
+    import float8
+    import tiny_models
+
+    from vllm_fl.dispatch import get_default_manager
+
+    found = {}
+    for scheme in float8.SCHEMES:
+        path = Path(folder) / scheme
+        model = tiny_models.make("llama", path)
+        float8.quantise(path, model, scheme)
+        drawn = draw_prompts(model, (1, 17, 64))
+        get_default_manager().count_calls(True)
+        with engine(str(path), {}) as llm:
+            answers = [ask(llm, [prompt for prompt, _, _ in drawn], together)[0] for together in (True, False)]
+        calls = {operator for operator, _ in get_default_manager().call_counts()}
+        found[scheme] = {"answers": answers, "expected": [tokens for _, tokens, _ in drawn], "calls": sorted(calls)}
+    return found
+
+
+def test_linear_layers_of_float8(fresh: Any, tmp_path: Path) -> None:
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
+    found = fresh(run_float8, env=env, timeout=600, folder=str(tmp_path)).value
+    for scheme, operators in (("channels", {"scaled_mm"}), ("blocks", {"scaled_mm", "per_token_group_quant_fp8"})):
+        of_scheme = found[scheme]
+        assert of_scheme["answers"] == [of_scheme["expected"]] * 2, scheme
+        assert operators <= set(of_scheme["calls"])
+
+
 @pytest.mark.more
 def test_encoders_give_the_embeddings_of_transformers(fresh: Any, tmp_path: Path) -> None:
     env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}

@@ -32,6 +32,8 @@ def test_the_names_are_those_that_users_know() -> None:
         "fused_moe",
         "unquantized_fused_moe_method",
         "gated_delta_net",
+        "quant_fp8",
+        "fp8_linear",
     ]
 
 

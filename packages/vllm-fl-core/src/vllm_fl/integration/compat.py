@@ -22,6 +22,7 @@ __all__ = [
     "define_missing_symbols",
     "dispatch_top_k_top_p",
     "install",
+    "prefer_linear_kernels",
     "register_kernel_fallbacks",
     "skip_kernel_warmup",
 ]
@@ -300,6 +301,28 @@ def dispatch_top_k_top_p() -> None:
         names = getattr(module, "__dict__", {})
         if names.get("apply_top_k_top_p") is original:
             names["apply_top_k_top_p"] = apply_top_k_top_p
+
+
+def prefer_linear_kernels(**kernels: type) -> None:
+    """Have vLLM ask these kernels first, of quantised linear layers on this platform.
+
+    Needed by 0.26 to 0.33, whose ``register_linear_kernel`` puts a kernel last and has no kind for blocks; recognised
+    by the tables; can go when it has both.
+
+    Args:
+        kernels: name of vLLM's table of kernels by platform, and the kernel.
+    """
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms import current_platform
+
+    for table, kernel in kernels.items():
+        by_platform = getattr(linear, table, None)
+        if by_platform is None:
+            _warn_unknown(linear, table)
+            continue
+        present = by_platform.setdefault(current_platform._enum, [])
+        if kernel not in present:
+            present.insert(0, kernel)
 
 
 def skip_kernel_warmup() -> None:

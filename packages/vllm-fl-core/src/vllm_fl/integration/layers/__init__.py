@@ -80,6 +80,8 @@ LAYERS = (
             "fused_recurrent_gated_delta_rule",
         ),
     ),
+    Layer("quant_fp8", "quantization", "quant_fp8", ("per_token_group_quant_fp8",)),
+    Layer("fp8_linear", "quantization", None, ("scaled_mm",)),
 )
 
 
