@@ -33,6 +33,22 @@ _HIDDEN = {"VLLM_FL_TUNED"}
 FORMS = "a YAML file, 'present', 'flagos', 'vendor', 'reference', or 'op=token|token;op=token'"
 
 
+def parse_policies(**texts: str) -> tuple[SelectionPolicy, ...]:
+    """The policies of options that are compared: ``a="present"`` is ``--a present``.
+
+    Raises:
+        ConfigError: as :func:`parse_policy`; or one is the present policy, and ``VLLM_FL_TUNED`` changes that for each
+            model.
+    """
+    for option, text in texts.items():
+        if os.environ.get("VLLM_FL_TUNED") and text in (PRESENT, *VALID_PREFER_VALUES):
+            raise ConfigError(
+                f"--{option} {text}: VLLM_FL_TUNED is set, and what was tuned for the model is not a part of it; unset"
+                " the variable, or name the file that `vllm-fl tune` wrote"
+            )
+    return tuple(parse_policy(text, f"--{option}") for option, text in texts.items())
+
+
 def parse_policy(text: str, where: str) -> SelectionPolicy:
     """The policy that a user names.
 

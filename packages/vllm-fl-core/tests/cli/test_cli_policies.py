@@ -13,7 +13,7 @@ from vllm_fl.config import get_settings
 from vllm_fl.dispatch import SelectionPolicy, get_policy, reset_global_policy
 from vllm_fl.engines import Engine, Workload
 from vllm_fl.errors import CommandError, ConfigError, Exit
-from vllm_fl.policies import environment_of, from_plain, parse_policy, to_plain
+from vllm_fl.policies import environment_of, from_plain, parse_policies, parse_policy, to_plain
 
 pytest.importorskip("vllm_fl_reference", reason="a policy names its implementations")
 
@@ -119,6 +119,13 @@ def test_nothing_of_other_layers_shows_through(monkeypatch: pytest.MonkeyPatch) 
     assert os.environ["VLLM_FL_TUNED"] == "auto"
     with environment_of(get_policy()):
         assert os.environ["VLLM_FL_TUNED"] == "auto"
+
+
+@pytest.mark.parametrize("text", ["present", "vendor"])
+def test_what_is_tuned_model_by_model_cannot_be_compared(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_FL_TUNED", "auto")
+    with pytest.raises(ConfigError, match=f"^--b {text}: VLLM_FL_TUNED is set, "):
+        parse_policies(a="rms_norm=reference", b=text)
 
 
 def test_the_rest_of_the_users_file_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 
 from vllm_fl.config import KnownNames
 from vllm_fl.dispatch import OpRegistry
@@ -14,12 +13,9 @@ from vllm_fl.errors import ConfigError
 
 def known_names() -> KnownNames:
     """The names of everything that registers here; a plug-in that fails to register is reported and left out."""
-    from vllm_fl.integration.layers import LAYERS
-
     registry = OpRegistry()
     discover_backends(registry)
     discover_from_entry_points(registry)
     with suppress(ConfigError):  # the configuration of this process is not the one that is being judged
         discover_from_env_modules(registry)
-    layers = frozenset(layer.name for layer in LAYERS)
-    return replace(registered_names(registry), oot_layers=layers)
+    return registered_names(registry)

@@ -46,6 +46,7 @@ def registered_names(registry: OpRegistry) -> KnownNames:
     """What a configuration may name of `registry`, of FlagGems, and of the installed backends, registered or not."""
     from vllm_fl.config import KnownNames
     from vllm_fl.flagos.aten import flagos_names
+    from vllm_fl.integration.layers import LAYERS
     from vllm_fl.plugins import installed_backends
 
     impls = tuple(impl for impls in registry.snapshot().impls_by_op.values() for impl in impls)
@@ -58,4 +59,5 @@ def registered_names(registry: OpRegistry) -> KnownNames:
         impl_ids=frozenset(impl.impl_id for impl in impls),
         implementations=impls,
         flagos_operators=flagos_names(operators),
+        oot_layers=frozenset(layer.name for layer in LAYERS),
     )

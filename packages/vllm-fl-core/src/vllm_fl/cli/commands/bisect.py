@@ -41,9 +41,9 @@ def bisect(
         from vllm_fl.cli.commands.compare import LOG, show_comparison
         from vllm_fl.compare import bisect_model
         from vllm_fl.engines import Workload
-        from vllm_fl.policies import parse_policy
+        from vllm_fl.policies import parse_policies
 
-        good, bad = parse_policy(a, "--a"), parse_policy(b, "--b")
+        good, bad = parse_policies(a=a, b=b)
         with (
             run_model(model, context.args, None if verbose else LOG) as running,
             running.reporter.step(f"Bisect {model}") as step,

@@ -204,19 +204,20 @@ def _model(
     verbose: bool,
 ) -> Comparison:
     from vllm_fl.compare import compare_model
-    from vllm_fl.policies import parse_policy
+    from vllm_fl.policies import parse_policies
 
     first, second = policies
     if first is None or second is None:
         raise CommandError("A model is compared under two policies.", "Give both --a and --b.", Exit.USAGE)
-    chosen = parse_policy(first, "--a"), parse_policy(second, "--b")
+    one, other = parse_policies(a=first, b=second)
     with (
         run_model(model, extra, None if verbose else LOG) as running,
         running.reporter.step(f"Compare {first} with {second} in {model}"),
     ):
         return compare_model(
             running.directory,
-            *chosen,
+            one,
+            other,
             names=(first, second),
             workload=work,
             arguments=running.arguments,
