@@ -127,6 +127,28 @@ def test_replay(manager: OpManager, dump: Path, capsys: pytest.CaptureFixture[st
     assert json.loads(capsys.readouterr().out)[1]["differences"][0]["index"] == [1, 2]
 
 
+def test_replay_of_one_implementation_with_two_values(manager: OpManager) -> None:
+    from vllm_fl.dispatch import BackendImplKind, OpImpl
+    from vllm_fl.dispatch.parameters import Parameter
+
+    def scaled(x: torch.Tensor, *, factor: int = 1) -> torch.Tensor:
+        return x[..., ::2] * factor
+
+    factor = Parameter("factor", (1, 2, 3), 1)
+    manager.registry.register_impl(
+        OpImpl("silu_and_mul", "vendor.scaled", BackendImplKind.VENDOR, scaled, vendor="scaled", parameters=(factor,))
+    )
+    names = [f"vendor.scaled(factor={value})" for value in (2, 3, 7)]
+    inputs = {"x": torch.ones(2, 4)}
+    first, second, *_ = replay(Dump("silu_and_mul", *names[:2], 1, "", 0, inputs), manager=manager)
+    assert [first.implementation, second.implementation] == names[:2]
+    assert (second.within, second.differences[0].max_abs) == (False, 1.0)
+    found = {
+        r.implementation: r for r in replay(Dump("silu_and_mul", names[0], names[2], 1, "", 0, inputs), manager=manager)
+    }
+    assert found[names[2]].failed == "DumpError: vendor.scaled has no value 7 of a parameter factor here"
+
+
 def test_files_that_are_no_dumps(manager: OpManager, tmp_path: Path) -> None:
     for name, write in {
         "text.pt": lambda path: path.write_text("plain"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from vllm_fl.catalog import OpSpec
 from vllm_fl.dispatch import OpManager, get_default_manager
 from vllm_fl.dispatch.links import Link
+from vllm_fl.dispatch.parameters import parse_variant
+from vllm_fl.dispatch.types import OpImpl
 from vllm_fl.errors import FLError, UnknownOperatorError
 from vllm_fl.testing.comparison import canonical, listed
 
@@ -28,7 +31,7 @@ class Dump:
 
     Args:
         operator: the operator.
-        first, second: the two implementations that differed.
+        first, second: the two implementations that differed, with the values of their parameters, if they have any.
         step, module, rank: where the call was.
         inputs: every argument by name, as it was before the call.
     """
@@ -109,26 +112,30 @@ def replay(dump: Dump, *, device: str = "cpu", manager: OpManager | None = None)
     if spec is None:
         raise UnknownOperatorError(f"operator {dump.operator!r} of the file is neither in the catalogue nor registered")
     outcomes: dict[str, Any] = {}
-    for index, impl in enumerate(manager.registry.get_implementations(dump.operator)):
-        if not impl.is_available():
-            continue
+    variants = [
+        (name, impl)
+        for impl in manager.registry.get_implementations(dump.operator)
+        if impl.is_available()
+        for name in _variants_of(impl.impl_id, dump)
+    ]
+    for index, (name, impl) in enumerate(variants):
         bound = spec.signature.bind_partial()
         bound.arguments.update({
             name: value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
             for name, value in dump.inputs.items()
         })  # fmt: skip
-        link = Link(impl, index, spec)
         try:
+            link = Link(impl, index, spec, function=_with_parameters(impl, name))
             refusal = link.refusal(bound.args, bound.kwargs)
             result = None if refusal else listed(link.call(*bound.args, **bound.kwargs))
         except Exception as error:  # an implementation may fail in any way; that is a result, too
-            outcomes[impl.impl_id] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            outcomes[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
             continue
         if result is None:
-            outcomes[impl.impl_id] = f"refuses these inputs: {refusal}"
+            outcomes[name] = f"refuses these inputs: {refusal}"
             continue
         written = {name: bound.arguments[name] for name in spec.mutates if name in bound.arguments}
-        outcomes[impl.impl_id] = canonical(spec, bound.arguments, result), written
+        outcomes[name] = canonical(spec, bound.arguments, result), written
     ran = [name for name, outcome in outcomes.items() if not isinstance(outcome, str)]
     if not ran:
         reasons = "; ".join(f"{name}: {text}" for name, text in outcomes.items()) or "none is available"
@@ -141,3 +148,18 @@ def replay(dump: Dump, *, device: str = "cpu", manager: OpManager | None = None)
         else Replayed(name, tuple(differences(spec, outcomes[name], outcomes[base])))
         for name in dict.fromkeys(order)
     ]
+
+
+def _variants_of(impl_id: str, dump: Dump) -> list[str]:
+    """The dump's variants of this implementation; of another one itself."""
+    named = [name for name in (dump.first, dump.second) if parse_variant(name)[0] == impl_id]
+    return list(dict.fromkeys(named)) or [impl_id]
+
+
+def _with_parameters(impl: OpImpl, variant: str) -> Callable[..., Any]:
+    values = parse_variant(variant)[1]
+    by_name = {parameter.name: parameter for parameter in impl.parameters}
+    for name, text in values.items():
+        if name not in by_name or text not in by_name[name].by_text:
+            raise DumpError(f"{impl.impl_id} has no value {text} of a parameter {name} here")
+    return functools.partial(impl.fn, **{name: by_name[name].by_text[text] for name, text in values.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -270,7 +271,7 @@ def verdict(found: Comparison) -> list[str]:
         where = f"step {culprit.step}, {culprit.module or 'outside of the model'}, rank {culprit.rank}"
         lines.append(f"First difference: {culprit.operator} ({culprit.second}) at {where}: {culprit.text}.")
         if culprit.dump:
-            lines.append(f"Its inputs: vllm-fl compare --replay {culprit.dump}")
+            lines.append(f"Its inputs: vllm-fl compare --replay {shlex.quote(culprit.dump)}")
     for token in found.tokens:
         text = f"Request {token.request} parts at token {token.position}: {token.first} by a, {token.second} by b."
         lines.append(text)

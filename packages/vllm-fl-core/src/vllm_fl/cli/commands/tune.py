@@ -94,6 +94,8 @@ def tune(
             resume=resume,
             hang_s=hang_after,
         )
+        if objective == "tpot" and output_len < 2:
+            raise CommandError("--objective tpot: an answer of one token has no further ones.", code=Exit.USAGE)
         out.mkdir(parents=True, exist_ok=True)
         work = Workload(requests, input_len, output_len)
         report = _run(model, policy, work, options, out, context.args, verbose)
