@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TUNED_ENV = "VLLM_FL_TUNED"
 AUTO = "auto"
 #: The parts of a key without which an entry says nothing about a run.
-_ESSENTIAL = ("architecture", "shape", "dtype", "device")
+_ESSENTIAL = ("architecture", "shape", "dtype", "quantization", "device")
 _SHAPE = (
     "hidden_size",
     "intermediate_size",
@@ -77,6 +77,7 @@ def key_of(vllm_config: Any) -> dict[str, Any]:
         "architecture": model.architectures[0],
         "shape": {name: getattr(text, name) for name in _SHAPE if getattr(text, name, None) is not None},
         "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": model.quantization,
         "device": current_platform.get_device_name(),
         "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
         "versions": {name: found for name, found in versions().items() if name not in _NO_BACKENDS},
@@ -106,7 +107,7 @@ def look_up(key: Mapping[str, Any], directory: Path | None = None) -> tuple[Entr
     found = []
     for path in sorted((directory or table_directory()).glob("*.json")):
         entry = _read(path)
-        if all(entry.key.get(name) == key[name] for name in _ESSENTIAL):
+        if all(entry.key.get(name) == key.get(name) for name in _ESSENTIAL):
             found.append((entry, list(_differences(entry.key, key))))
     return min(found, key=lambda pair: len(pair[1]), default=None)
 

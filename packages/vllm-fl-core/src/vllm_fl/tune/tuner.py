@@ -101,7 +101,13 @@ def tune_model(
             sampler=chosen.sampler,
             seed=chosen.seed,
             resume=chosen.resume,
-            task={**key, "workload": str(work), "objective": chosen.objective},
+            task={
+                **key,
+                "workload": str(work),
+                "objective": chosen.objective,
+                "limits": str(chosen.limits) if chosen.objective == "goodput" else "",
+                "arguments": {n: str(value) for n, value in sorted((arguments or {}).items()) if n != "model"},
+            },
         )
         found = search(study, measurer, budget=chosen.budget, rule=chosen.rule, on_progress=on_progress)
         return TuneReport(
