@@ -6,6 +6,7 @@ with it. It answers one command after the other over the socket FD.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from vllm_fl.engines import Engine, Workload
@@ -26,6 +28,8 @@ from .objectives import RequestTimes, Round
 from .space import Dimension
 
 _EXTENSION = "vllm_fl.tune.worker.TuneWorker"
+#: What an engine raises before it ends is on its way for a moment.
+_GRACE_S = 5.0
 #: Longest answers in the profiled round.
 PROFILED_TOKENS = 8
 #: Tokens whose log-probabilities are kept at each position.
@@ -41,6 +45,7 @@ class Host:
         self._work = workload
         with environment_of(self._policy):
             self._engine = Engine(arguments, _EXTENSION)
+        threading.Thread(target=_end_with_one_of, args=(multiprocessing.active_children(),), daemon=True).start()
         self._with_times = not arguments.get("disable_log_stats", True)
         if _has_graphs(self._engine.config.compilation_config):
             self._exchange_graphs()
@@ -165,6 +170,16 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
     os.killpg(0, signal.SIGKILL)
+
+
+def _end_with_one_of(children: list[BaseProcess]) -> None:
+    """End this process when one of the engine's has ended; vLLM's client would wait for its answer for ever."""
+    while children and all(child.is_alive() for child in children):
+        time.sleep(1.0)
+    time.sleep(_GRACE_S)
+    for child in children:
+        if child.exitcode is not None:
+            os._exit(child.exitcode if child.exitcode > 0 else 1)
 
 
 if __name__ == "__main__":
