@@ -94,3 +94,24 @@ def test_a_profile_has_no_graphs_and_short_answers(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(runner, "profile_engine", profile_engine)
     assert host.profile() == {}
     assert engine.asked == [("fl_without_graphs", True), PROFILED_TOKENS, ("fl_without_graphs", False)]
+
+
+def test_the_host_ends_with_a_process_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended(Exception):
+        pass
+
+    def end(code: int) -> None:
+        raise Ended(code)
+
+    class Child:
+        def __init__(self, exitcode: int | None) -> None:
+            self.exitcode = exitcode
+
+    running, done, died = Child(None), Child(0), Child(3)
+    rounds = iter(([running, done], [running, done], [running, died], []))
+    monkeypatch.setattr(module.multiprocessing, "active_children", lambda: next(rounds))
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(module.os, "_exit", end)
+    with pytest.raises(Ended) as caught:
+        module._end_with_an_engine()
+    assert caught.value.args == (3,)

@@ -45,7 +45,6 @@ class Host:
         self._work = workload
         with environment_of(self._policy):
             self._engine = Engine(arguments, _EXTENSION)
-        threading.Thread(target=_end_with_one_of, args=(multiprocessing.active_children(),), daemon=True).start()
         self._with_times = not arguments.get("disable_log_stats", True)
         if _has_graphs(self._engine.config.compilation_config):
             self._exchange_graphs()
@@ -172,16 +171,18 @@ def _end_with(parent: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _end_with_one_of(children: list[BaseProcess]) -> None:
-    """End this process when one of the engine's has ended; vLLM's client would wait for its answer for ever."""
-    while children and all(child.is_alive() for child in children):
-        time.sleep(1.0)
-    time.sleep(_GRACE_S)
-    for child in children:
-        if child.exitcode is not None:
-            os._exit(child.exitcode if child.exitcode > 0 else 1)
+def _end_with_an_engine() -> None:
+    """End this process when one of the engine's has died; vLLM's client would wait for its answer for ever."""
+    seen: set[BaseProcess] = set()
+    while True:
+        seen |= set(multiprocessing.active_children())
+        died = next((child for child in seen if child.exitcode), None)
+        time.sleep(1.0 if died is None else _GRACE_S)
+        if died is not None:
+            os._exit(max(died.exitcode or 0, 1))
 
 
 if __name__ == "__main__":
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_an_engine, daemon=True).start()
     serve(Connection(int(sys.argv[1])))
