@@ -9,6 +9,7 @@ import pytest
 
 from vllm_fl.config import KEYS, KnownNames, Settings, check_file
 from vllm_fl.dispatch.policy import SelectionPolicy
+from vllm_fl.dispatch.types import BackendImplKind, OpImpl
 from vllm_fl.errors import ConfigError
 
 Load = Callable[..., Settings]
@@ -270,3 +271,17 @@ def test_a_byte_order_mark_is_accepted(load: Load) -> None:
 def test_aliases_are_accepted(load: Load) -> None:
     settings = load(file="op_backends:\n  rms_norm: &order [vendor, flagos]\n  moe_sum: *order\n")
     assert settings.op_backends == {"rms_norm": ("vendor", "flagos"), "moe_sum": ("vendor", "flagos")}
+
+
+def test_an_implementation_has_to_be_one_of_the_operator(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("op_backends: {rms_norm: ['impl:vendor.moe']}\n")
+    impls = [
+        OpImpl(op_name, impl_id, BackendImplKind.VENDOR, print, vendor="acme")
+        for op_name, impl_id in (("rms_norm", "vendor.norm"), ("moe_sum", "vendor.moe"))
+    ]
+    names = KnownNames(impl_ids={impl.impl_id for impl in impls}, implementations=impls)
+    (problem,) = check_file(path, names)
+    assert problem.text == (
+        "unknown implementation of rms_norm 'vendor.moe' (known: vendor.norm); did you mean 'vendor.norm'?"
+    )

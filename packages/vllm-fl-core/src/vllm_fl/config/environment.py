@@ -49,7 +49,10 @@ ENVIRONMENT: Mapping[str, Variable] = MappingProxyType(
         ),
         "VLLM_FL_PLATFORM": _variable("platform"),
         "VLLM_FL_PREFER": _variable("prefer"),
-        "VLLM_FL_PREFER_ENABLED": _variable("prefer_enabled"),
+        "VLLM_FL_PREFER_ENABLED": _variable(
+            "prefer_enabled",
+            help="False: vLLM behaves as if vllm-fl were not installed, whatever a file says: no file is read.",
+        ),
         "VLLM_FL_STRICT": _variable("strict"),
         "VLLM_FL_PER_OP": _variable(
             "op_backends",

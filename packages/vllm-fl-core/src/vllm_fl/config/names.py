@@ -51,8 +51,13 @@ def unknown_names(settings: Settings, origins: Mapping[OriginPath, Origin], name
         "layer": names.oot_layers,
     }
     problems = []
+    by_operator: dict[str, list[str]] = {}
+    for impl in names.implementations or ():
+        by_operator.setdefault(impl.op_name, []).append(impl.impl_id)
     for path, kind, name in _names(settings):
         known = known_by_kind[kind]
+        if kind == "implementation" and path[1] in by_operator:
+            known, kind = by_operator[path[1]], f"implementation of {path[1]}"
         if known is None or name in known:
             continue
         where = str(origins.get(path, DEFAULT_ORIGIN))
