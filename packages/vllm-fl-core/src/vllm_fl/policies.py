@@ -29,7 +29,6 @@ from vllm_fl.errors import ConfigError, did_you_mean
 
 #: The word for the policy that the configuration asks for.
 PRESENT = "present"
-_HIDDEN = {"VLLM_FL_TUNED"}
 FORMS = "a YAML file, 'present', 'flagos', 'vendor', 'reference', or 'op=token|token;op=token'"
 
 
@@ -104,6 +103,17 @@ def to_plain(policy: SelectionPolicy) -> dict[str, Any]:
     }
 
 
+def to_file(policy: SelectionPolicy) -> dict[str, Any]:
+    """The policy as a configuration file.
+
+    ``use_flaggems: true`` would say more there than a policy does: FlagGems would also replace functions of ATen.
+    """
+    document = to_plain(policy)
+    if policy.flagos_enabled:
+        del document["use_flaggems"]
+    return document
+
+
 def from_plain(document: Mapping[str, Any], origin: str = "") -> SelectionPolicy:
     """The policy of what :func:`to_plain` made."""
     return SelectionPolicy(
@@ -139,15 +149,19 @@ def environment_of(policy: SelectionPolicy) -> Iterator[None]:
     Raises:
         FrozenError: the selection of this process is frozen.
     """
-    document, present = to_plain(policy), get_policy()
+    document, present = to_file(policy), get_policy()
     shown_through = dict.fromkeys(present.per_op_order_dict, policy.get_default_order())
     document["op_backends"] = {**shown_through, **document["op_backends"]}
-    hidden = {} if policy == present else {name: os.environ.pop(name) for name in _HIDDEN & set(os.environ)}
     before = os.environ.get(CONFIG_ENV)
-    own = yaml.safe_load(Path(before).expanduser().read_text(encoding="utf-8")) if before else None
+    own = (yaml.safe_load(Path(before).expanduser().read_text(encoding="utf-8")) if before else None) or {}
+    hide = set() if policy == present else {"VLLM_FL_TUNED"}
+    if policy.flagos_enabled and not present.flagos_enabled:
+        hide.add("USE_FLAGGEMS")
+        own.pop("use_flaggems", None)
+    hidden = {name: os.environ.pop(name) for name in hide & set(os.environ)}
     with tempfile.TemporaryDirectory(prefix="vllm-fl-") as folder:
         path = Path(folder) / "policy.yaml"
-        path.write_text(yaml.safe_dump({**(own or {}), **document}), encoding="utf-8")
+        path.write_text(yaml.safe_dump({**own, **document}), encoding="utf-8")
         os.environ[CONFIG_ENV] = str(path)
         try:
             reset_global_policy()

@@ -13,6 +13,7 @@ from vllm_fl.config import get_settings
 from vllm_fl.dispatch import SelectionPolicy, get_policy, reset_global_policy
 from vllm_fl.engines import Engine, Workload
 from vllm_fl.errors import CommandError, ConfigError, Exit
+from vllm_fl.flagos.aten import asked_for
 from vllm_fl.policies import environment_of, from_plain, parse_policies, parse_policy, to_plain
 
 pytest.importorskip("vllm_fl_reference", reason="a policy names its implementations")
@@ -106,6 +107,18 @@ def test_policies_survive_the_way_to_other_processes(name: str, monkeypatch: pyt
     assert get_policy() == before
     assert "VLLM_FL_CONFIG" not in os.environ
     assert not path.exists()
+
+
+def test_a_policy_does_not_ask_for_flaggems_in_place_of_aten(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, asked in ((None, False), ("0", False), ("1", True)):
+        if variable is not None:
+            monkeypatch.setenv("USE_FLAGGEMS", variable)
+        reset_global_policy()
+        with environment_of(SelectionPolicy(prefer="reference")):
+            assert get_policy().flagos_enabled
+            assert asked_for(get_settings())[0] is asked
+    with environment_of(SelectionPolicy(flagos_enabled=False)):
+        assert not get_policy().flagos_enabled
 
 
 def test_nothing_of_other_layers_shows_through(monkeypatch: pytest.MonkeyPatch) -> None:

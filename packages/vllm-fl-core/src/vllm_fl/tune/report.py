@@ -15,7 +15,7 @@ import yaml
 from vllm_fl.config import CONFIG_ENV
 from vllm_fl.dispatch import SelectionPolicy
 from vllm_fl.dispatch.parameters import nested
-from vllm_fl.policies import to_plain
+from vllm_fl.policies import to_file
 from vllm_fl.version import __version__
 
 from .search import Found
@@ -143,7 +143,7 @@ class TuneReport:
         head = f"# {self.model}, {self.objective}, {self.workload}; made by vllm-fl tune {__version__}."
         if interval is not None:
             head += f"\n# Ratio to the baseline {interval.ratio:.3f} ({interval.low:.3f} to {interval.high:.3f})."
-        return f"{head}\n{yaml.safe_dump({**(own or {}), **to_plain(self.policy)}, sort_keys=False)}"
+        return f"{head}\n{yaml.safe_dump({**(own or {}), **to_file(self.policy)}, sort_keys=False)}"
 
     def page(self) -> str:
         """The report as a page of HTML that needs nothing else: no network, no script."""
