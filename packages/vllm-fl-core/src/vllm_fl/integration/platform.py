@@ -105,8 +105,12 @@ class FLPlatform(Platform):
         from . import layers
 
         super().apply_config_platform_defaults(vllm_config)
-        if vllm_config.model_config is not None:
-            use_tuned(vllm_config)  # before the layers, which depend on the selection
+        # Before the layers, which depend on the selection. A configuration that vLLM derives from an engine's, such as
+        # that of a draft model, has the stamp already: the selection stays the engine's.
+        additional = vllm_config.additional_config
+        is_stamped = isinstance(additional, dict) and FINGERPRINT_KEY in additional
+        if vllm_config.model_config is not None and not is_stamped:
+            use_tuned(vllm_config)
         compilation = vllm_config.compilation_config
         if not cls.supports_fusion_passes:
             _switch_off_fusions(compilation.pass_config)
