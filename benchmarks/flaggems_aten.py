@@ -253,11 +253,16 @@ def share(numbers: list[int], options: argparse.Namespace) -> dict[str, Any]:
             _running.discard(process)
         if started is not None or not last:  # it did not survive this one
             lost.append(numbers.pop(0 if started is None else numbers.index(started)))
-        for name, count in last.get("kinds", {}).items():
-            kinds[name] = kinds.get(name, 0) + count
-        for name, what in last.get("found", {}).items():
-            found.setdefault(name, {}).update(what)
+        add(last, kinds, found)
     return {"kinds": kinds, "found": found, "lost": lost}
+
+
+def add(more: dict[str, Any], kinds: dict[str, int], found: dict[str, dict[str, str]]) -> None:
+    """Add what a worker, or a share, has compared and found."""
+    for name, count in more.get("kinds", {}).items():
+        kinds[name] = kinds.get(name, 0) + count
+    for name, what in more.get("found", {}).items():
+        found.setdefault(name, {}).update(what)
 
 
 def parse() -> argparse.Namespace:
@@ -294,10 +299,7 @@ def main() -> int:
     found: dict[str, dict[str, str]] = {}
     kinds: dict[str, int] = {}
     for each in shares:
-        for name, what in each["found"].items():
-            found.setdefault(name, {}).update(what)
-        for name, count in each["kinds"].items():
-            kinds[name] = kinds.get(name, 0) + count
+        add(each, kinds, found)
     if _stopped.is_set():
         print("stopped; operators count as lost where their process was stopped")
     lost = [op_db[n].name if n >= 0 else "plain writes" for each in shares for n in each["lost"]]

@@ -12,12 +12,30 @@ from difflib import SequenceMatcher
 from enum import IntEnum
 
 
+class Exit(IntEnum):
+    """Exit codes of every ``vllm-fl`` command, which a script can rely on."""
+
+    OK = 0
+    FAILED = 1
+    """The command ran and failed: an engine or server that does not start, no implementation of an operator."""
+    USAGE = 2
+    """Wrong arguments or configuration."""
+    MISSING = 3
+    """The machine lacks something: a package, the network, disk space."""
+    INTERRUPTED = 130
+    """Ctrl-C."""
+
+
 class FLError(Exception):
-    """Base of the exceptions that vllm-fl raises on purpose."""
+    """Base of the exceptions that vllm-fl raises on purpose; a command that one ends has its exit code."""
+
+    exit_code: Exit = Exit.FAILED
 
 
 class ConfigError(FLError, ValueError):
     """A setting, token or name in the configuration is wrong."""
+
+    exit_code = Exit.USAGE
 
 
 class RegistrationError(FLError, ValueError):
@@ -35,6 +53,8 @@ class NoImplementationError(FLError, RuntimeError):
 class UnknownOperatorError(FLError, LookupError):
     """The operator is neither in the catalogue nor registered."""
 
+    exit_code = Exit.USAGE
+
 
 class PlatformError(FLError, RuntimeError):
     """No platform, or more than one, fits this machine."""
@@ -42,20 +62,6 @@ class PlatformError(FLError, RuntimeError):
 
 class FrozenError(FLError, RuntimeError):
     """The selection is frozen (after compilation or graph capture) and may not change."""
-
-
-class Exit(IntEnum):
-    """Exit codes of every ``vllm-fl`` command, which a script can rely on."""
-
-    OK = 0
-    FAILED = 1
-    """The command ran and failed: an engine or server that does not start, no implementation of an operator."""
-    USAGE = 2
-    """Wrong arguments or configuration."""
-    MISSING = 3
-    """The machine lacks something: a package, the network, disk space."""
-    INTERRUPTED = 130
-    """Ctrl-C."""
 
 
 class CommandError(FLError, RuntimeError):
@@ -70,7 +76,8 @@ class CommandError(FLError, RuntimeError):
 
     def __init__(self, message: str, remedy: str = "", code: Exit = Exit.FAILED, log: object = None) -> None:
         super().__init__(message)
-        self.message, self.remedy, self.code, self.log = message, remedy, code, log
+        self.message, self.remedy, self.log = message, remedy, log
+        self.code = self.exit_code = code
 
     def __str__(self) -> str:
         lines = [self.message]

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vllm_fl.diagnostics.arguments import ArgumentError
-from vllm_fl.errors import CommandError, ConfigError, Exit, FLError, UnknownOperatorError
+from vllm_fl.errors import CommandError, Exit, FLError
 
 
 @contextmanager
@@ -26,9 +25,8 @@ def user_errors(as_json: bool = False) -> Iterator[None]:
         _report(as_json, error.code, str(error), error.message, error.remedy, error.log)
         raise typer.Exit(error.code) from None
     except FLError as error:
-        code = Exit.USAGE if isinstance(error, (ConfigError, UnknownOperatorError, ArgumentError)) else Exit.FAILED
-        _report(as_json, code, str(error), str(error))
-        raise typer.Exit(code) from None
+        _report(as_json, error.exit_code, str(error), str(error))
+        raise typer.Exit(error.exit_code) from None
     except (NotADirectoryError, IsADirectoryError, FileExistsError) as error:
         _report(as_json, Exit.USAGE, str(error), str(error), "Name another path.")
         raise typer.Exit(Exit.USAGE) from None

@@ -13,7 +13,7 @@ from vllm_fl.dispatch.parameters import parse_variant
 from vllm_fl.engines import Engine, Workload
 from vllm_fl.policies import environment_of, to_plain
 
-from .model import ARGUMENTS, AT_START, EXTENSION, Comparison, compare_model
+from .model import AT_START, Comparison, compare_model, comparing_engine
 from .places import Filters
 
 Answers = list[list[int]]
@@ -74,7 +74,7 @@ def bisect_model(
         CommandError: the engine does not start, or the workload does not fit it.
     """
     work = workload or Workload(2, 32, 16)
-    given = {**(arguments or {}), **ARGUMENTS, "model": model}
+    given = {**(arguments or {}), "model": model}
     with _Runner(given, good, bad, work) as runner:
         expected = runner.answers(())
         candidates = runner.candidates
@@ -177,8 +177,7 @@ class _Runner:
             self._stack.close()
             self._attention = attention
             self._stack.enter_context(environment_of(self.policy(operators)))
-            engine = Engine(self._arguments, EXTENSION, in_process=True, all_layers=True)
-            self._engine = self._stack.enter_context(engine)
+            self._engine = self._stack.enter_context(comparing_engine(self._arguments))
             if not self.candidates:
                 self._look(self._engine)
         return self._engine

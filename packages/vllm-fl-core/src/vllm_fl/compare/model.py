@@ -128,6 +128,11 @@ class Comparison:
         return {**asdict(self), "differs": self.differs, "is_empty": self.is_empty, "culprit": culprit}
 
 
+def comparing_engine(arguments: Mapping[str, Any]) -> Engine:
+    """An engine whose calls can be compared: eager, in this process, every layer through dispatch."""
+    return Engine({**arguments, **ARGUMENTS}, EXTENSION, in_process=True, all_layers=True)
+
+
 def compare_model(
     model: str,
     first: SelectionPolicy,
@@ -159,9 +164,9 @@ def compare_model(
         CommandError: the engine does not start, or the workload does not fit it.
     """
     work, wanted = workload or Workload(2, 32, 16), (filters or Filters()).as_plain()
-    given = {**(arguments or {}), **ARGUMENTS, "model": model}
+    given = {**(arguments or {}), "model": model}
     with tempfile.TemporaryDirectory(prefix="vllm-fl-compare-") as states, environment_of(first):
-        with Engine(given, EXTENSION, in_process=True, all_layers=True) as engine:
+        with comparing_engine(given) as engine:
             prompts = work.prompts(engine.vocabulary)
             engine.call("fl_use_policy", to_plain(first))
             accepted = [engine.call("fl_chosen_by", to_plain(policy))[0] for policy in (first, second)]
@@ -172,7 +177,7 @@ def compare_model(
             if at_start is None:
                 others, layers = _second_run(engine, second, wanted, states, prompts, work)
         if at_start is not None:
-            with environment_of(second), Engine(given, EXTENSION, in_process=True, all_layers=True) as engine:
+            with environment_of(second), comparing_engine(given) as engine:
                 others, layers = _second_run(engine, second, wanted, states, prompts, work)
     return Comparison(
         first=names[0],

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from vllm_fl.catalog import Case, InputMaker, OpSpec
-from vllm_fl.errors import FLError, did_you_mean
+from vllm_fl.errors import Exit, FLError, did_you_mean
 
 _SHAPE = re.compile(r"(?:(\w+)=)?(\d+(?:x\d+)*)")
 _SHORT = {
@@ -28,6 +28,8 @@ Shape = tuple[int, ...]
 
 class ArgumentError(FLError, ValueError):
     """A shape, dtype or device that is none, or that the operator has no use for."""
+
+    exit_code = Exit.USAGE
 
 
 def parse_shapes(texts: Sequence[str]) -> dict[str | None, Shape]:

@@ -153,9 +153,10 @@ class FLPlatform(Platform):
                 f"--enable-lora: the platform {cls.device_name!r} has no kernels for adapters; merge the adapter into"
                 " the checkpoint (merge_and_unload() of PEFT) and serve that"
             ) from None
+        if not cls.has_native_layers or not vllm_config.model_config.get_num_experts():
+            return
         experts = "unquantized_fused_moe_method"
-        ours = [layer.name for layer in layers.replaced(native_vendor_of(vllm_config))]
-        if cls.has_native_layers and experts in ours and vllm_config.model_config.get_num_experts():
+        if experts in [layer.name for layer in layers.replaced(native_vendor_of(vllm_config))]:
             raise ConfigError(
                 "--enable-lora: adapters of experts need vLLM's own experts, and dispatch chooses others; set"
                 f" VLLM_FL_OOT_BLACKLIST={experts}"

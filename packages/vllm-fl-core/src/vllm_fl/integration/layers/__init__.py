@@ -159,17 +159,17 @@ def _registry_of(original: type) -> dict[str, type]:
 
 def hw_agnostic(module: str, name: str) -> type | None:
     """The class of the same name that vLLM 0.28 and later build under ``VLLM_USE_HW_AGNOSTIC``; None in others."""
-    try:
-        found = import_module(f"vllm.model_executor.hw_agnostic.layers.{module}")
-    except ImportError:
-        return None
-    return getattr(found, name, None)
+    return _if_there(f"vllm.model_executor.hw_agnostic.layers.{module}", name)
 
 
 def transformers_norm(name: str) -> type | None:
     """A norm of models that run on vLLM's transformers backend; None in releases that have no norm of its own there."""
+    return _if_there("vllm.model_executor.models.transformers.fusers.rms_norm", name)
+
+
+def _if_there(module: str, name: str) -> type | None:
     try:
-        found = import_module("vllm.model_executor.models.transformers.fusers.rms_norm")
+        found = import_module(module)
     except ImportError:
         return None
     return getattr(found, name, None)
